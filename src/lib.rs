@@ -1,1 +1,3 @@
 //! pagedkv.
+
+pub mod gguf;
