@@ -2,6 +2,6 @@
 
 use super::{Float, Format, decode_plain};
 
-pub(super) const FORMAT: Format = Format::plain(1, "F16", 2, &[Float::F16(0)], |bytes, out| {
+pub(super) const FORMAT: Format = Format::plain(1, c"F16", 2, &[Float::F16(0)], |bytes, out| {
     decode_plain(bytes, out, |x| half::f16::from_le_bytes(x).to_f32())
 });

@@ -3,4 +3,4 @@
 use super::{Float, Format, decode_plain};
 
 pub(super) const FORMAT: Format =
-    Format::plain(0, "F32", 4, &[Float::F32(0)], |bytes, out| decode_plain(bytes, out, f32::from_le_bytes));
+    Format::plain(0, c"F32", 4, &[Float::F32(0)], |bytes, out| decode_plain(bytes, out, f32::from_le_bytes));

@@ -10,6 +10,7 @@
 
 use super::bits::{IQ4_VALUES, f16_at, fields, looked_up};
 use super::{BlockFormat, Float, Format, Unpacked};
+use std::ffi::CStr;
 
 struct IQ4NL;
 
@@ -17,7 +18,7 @@ pub(super) const FORMAT: Format = Format::blocks::<IQ4NL, 18>();
 
 impl BlockFormat<18> for IQ4NL {
     const ID: i32 = 20;
-    const NAME: &'static str = "IQ4_NL";
+    const NAME: &'static CStr = c"IQ4_NL";
     const ELEMENTS: usize = 32;
     const SUB_BLOCK: usize = 32;
     const FLOATS: &'static [Float] = &[Float::F16(0)];

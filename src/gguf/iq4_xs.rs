@@ -12,6 +12,7 @@
 
 use super::bits::{IQ4_VALUES, f16_at, fields, join, looked_up};
 use super::{BlockFormat, Float, Format, Unpacked};
+use std::ffi::CStr;
 
 struct IQ4XS;
 
@@ -19,7 +20,7 @@ pub(super) const FORMAT: Format = Format::blocks::<IQ4XS, 136>();
 
 impl BlockFormat<136> for IQ4XS {
     const ID: i32 = 23;
-    const NAME: &'static str = "IQ4_XS";
+    const NAME: &'static CStr = c"IQ4_XS";
     const ELEMENTS: usize = 256;
     const SUB_BLOCK: usize = 32;
     const FLOATS: &'static [Float] = &[Float::F16(0)];

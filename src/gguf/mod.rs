@@ -31,6 +31,8 @@ mod q5_k;
 mod q6_k;
 mod q8_0;
 
+use std::ffi::CStr;
+
 /// Elements in a block of the K-quants and IQ4_XS, the largest block there is.
 pub const MAX_BLOCK_ELEMENTS: usize = 256;
 /// The most sub-blocks a block has.
@@ -68,6 +70,8 @@ pub struct Format {
     pub id: i32,
     /// GGUF's own name, such as `Q4_K`.
     pub name: &'static str,
+    /// The same with C's closing zero.
+    pub c_name: &'static CStr,
     /// Elements in a block; 1 for float weights.
     pub block_elements: usize,
     /// Bytes of a block.
@@ -107,7 +111,8 @@ impl Format {
         assert!(B::ELEMENTS / B::SUB_BLOCK <= MAX_SUB_BLOCKS);
         Format {
             id: B::ID,
-            name: B::NAME,
+            name: text(B::NAME),
+            c_name: B::NAME,
             block_elements: B::ELEMENTS,
             block_bytes: BYTES,
             sub_block: B::SUB_BLOCK,
@@ -122,14 +127,15 @@ impl Format {
     /// The row of a plain floating-point type.
     const fn plain(
         id: i32,
-        name: &'static str,
+        name: &'static CStr,
         bytes: usize,
         floats: &'static [Float],
         decode: fn(&[u8], &mut [f32]),
     ) -> Format {
         Format {
             id,
-            name,
+            name: text(name),
+            c_name: name,
             block_elements: 1,
             block_bytes: bytes,
             sub_block: 1,
@@ -139,6 +145,13 @@ impl Format {
             decode,
             unpack: None,
         }
+    }
+}
+
+const fn text(name: &'static CStr) -> &'static str {
+    match name.to_str() {
+        Ok(text) => text,
+        Err(_) => panic!("a format's name is ASCII"),
     }
 }
 
@@ -202,7 +215,7 @@ pub fn decode_row(format: &Format, row: &[u8], out: &mut [f32]) -> usize {
 /// What the file of a block format states; `BYTES` is the size of a block.
 trait BlockFormat<const BYTES: usize> {
     const ID: i32;
-    const NAME: &'static str;
+    const NAME: &'static CStr;
     const ELEMENTS: usize;
     const SUB_BLOCK: usize;
     const HAS_MIN: bool = false;

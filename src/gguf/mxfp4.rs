@@ -10,6 +10,7 @@
 
 use super::bits::{fields, looked_up};
 use super::{BlockFormat, Float, Format, Unpacked};
+use std::ffi::CStr;
 
 struct MXFP4;
 
@@ -17,7 +18,7 @@ pub(super) const FORMAT: Format = Format::blocks::<MXFP4, 17>();
 
 impl BlockFormat<17> for MXFP4 {
     const ID: i32 = 39;
-    const NAME: &'static str = "MXFP4";
+    const NAME: &'static CStr = c"MXFP4";
     const ELEMENTS: usize = 32;
     const SUB_BLOCK: usize = 32;
     const FLOATS: &'static [Float] = &[Float::E8M0(0)];

@@ -12,6 +12,7 @@
 
 use super::bits::{f16_at, fields, shifted};
 use super::{BlockFormat, Float, Format, Unpacked};
+use std::ffi::CStr;
 
 struct Q2K;
 
@@ -19,7 +20,7 @@ pub(super) const FORMAT: Format = Format::blocks::<Q2K, 84>();
 
 impl BlockFormat<84> for Q2K {
     const ID: i32 = 10;
-    const NAME: &'static str = "Q2_K";
+    const NAME: &'static CStr = c"Q2_K";
     const ELEMENTS: usize = 256;
     const SUB_BLOCK: usize = 16;
     const HAS_MIN: bool = true;

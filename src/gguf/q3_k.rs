@@ -13,6 +13,7 @@
 
 use super::bits::{f16_at, fields, join};
 use super::{BlockFormat, Float, Format, Unpacked};
+use std::ffi::CStr;
 
 struct Q3K;
 
@@ -20,7 +21,7 @@ pub(super) const FORMAT: Format = Format::blocks::<Q3K, 110>();
 
 impl BlockFormat<110> for Q3K {
     const ID: i32 = 11;
-    const NAME: &'static str = "Q3_K";
+    const NAME: &'static CStr = c"Q3_K";
     const ELEMENTS: usize = 256;
     const SUB_BLOCK: usize = 16;
     const FLOATS: &'static [Float] = &[Float::F16(108)];

@@ -10,6 +10,7 @@
 
 use super::bits::{f16_at, fields, shifted};
 use super::{BlockFormat, Float, Format, Unpacked};
+use std::ffi::CStr;
 
 struct Q40;
 
@@ -17,7 +18,7 @@ pub(super) const FORMAT: Format = Format::blocks::<Q40, 18>();
 
 impl BlockFormat<18> for Q40 {
     const ID: i32 = 2;
-    const NAME: &'static str = "Q4_0";
+    const NAME: &'static CStr = c"Q4_0";
     const ELEMENTS: usize = 32;
     const SUB_BLOCK: usize = 32;
     const FLOATS: &'static [Float] = &[Float::F16(0)];

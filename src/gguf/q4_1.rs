@@ -11,6 +11,7 @@
 
 use super::bits::{f16_at, fields, shifted};
 use super::{BlockFormat, Float, Format, Unpacked};
+use std::ffi::CStr;
 
 struct Q41;
 
@@ -18,7 +19,7 @@ pub(super) const FORMAT: Format = Format::blocks::<Q41, 20>();
 
 impl BlockFormat<20> for Q41 {
     const ID: i32 = 3;
-    const NAME: &'static str = "Q4_1";
+    const NAME: &'static CStr = c"Q4_1";
     const ELEMENTS: usize = 32;
     const SUB_BLOCK: usize = 32;
     const HAS_MIN: bool = true;

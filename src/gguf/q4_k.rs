@@ -12,6 +12,7 @@
 
 use super::bits::{f16_at, fields, k_scales, shifted};
 use super::{BlockFormat, Float, Format, Unpacked};
+use std::ffi::CStr;
 
 struct Q4K;
 
@@ -19,7 +20,7 @@ pub(super) const FORMAT: Format = Format::blocks::<Q4K, 144>();
 
 impl BlockFormat<144> for Q4K {
     const ID: i32 = 12;
-    const NAME: &'static str = "Q4_K";
+    const NAME: &'static CStr = c"Q4_K";
     const ELEMENTS: usize = 256;
     const SUB_BLOCK: usize = 32;
     const HAS_MIN: bool = true;

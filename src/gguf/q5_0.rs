@@ -11,6 +11,7 @@
 
 use super::bits::{f16_at, fields, join};
 use super::{BlockFormat, Float, Format, Unpacked};
+use std::ffi::CStr;
 
 struct Q50;
 
@@ -18,7 +19,7 @@ pub(super) const FORMAT: Format = Format::blocks::<Q50, 22>();
 
 impl BlockFormat<22> for Q50 {
     const ID: i32 = 6;
-    const NAME: &'static str = "Q5_0";
+    const NAME: &'static CStr = c"Q5_0";
     const ELEMENTS: usize = 32;
     const SUB_BLOCK: usize = 32;
     const FLOATS: &'static [Float] = &[Float::F16(0)];

@@ -12,6 +12,7 @@
 
 use super::bits::{f16_at, fields, join};
 use super::{BlockFormat, Float, Format, Unpacked};
+use std::ffi::CStr;
 
 struct Q51;
 
@@ -19,7 +20,7 @@ pub(super) const FORMAT: Format = Format::blocks::<Q51, 24>();
 
 impl BlockFormat<24> for Q51 {
     const ID: i32 = 7;
-    const NAME: &'static str = "Q5_1";
+    const NAME: &'static CStr = c"Q5_1";
     const ELEMENTS: usize = 32;
     const SUB_BLOCK: usize = 32;
     const HAS_MIN: bool = true;

@@ -13,6 +13,7 @@
 
 use super::bits::{f16_at, fields, join, k_scales};
 use super::{BlockFormat, Float, Format, Unpacked};
+use std::ffi::CStr;
 
 struct Q5K;
 
@@ -20,7 +21,7 @@ pub(super) const FORMAT: Format = Format::blocks::<Q5K, 176>();
 
 impl BlockFormat<176> for Q5K {
     const ID: i32 = 13;
-    const NAME: &'static str = "Q5_K";
+    const NAME: &'static CStr = c"Q5_K";
     const ELEMENTS: usize = 256;
     const SUB_BLOCK: usize = 32;
     const HAS_MIN: bool = true;

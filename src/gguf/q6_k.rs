@@ -12,6 +12,7 @@
 
 use super::bits::{f16_at, fields, join, shifted};
 use super::{BlockFormat, Float, Format, Unpacked};
+use std::ffi::CStr;
 
 struct Q6K;
 
@@ -19,7 +20,7 @@ pub(super) const FORMAT: Format = Format::blocks::<Q6K, 210>();
 
 impl BlockFormat<210> for Q6K {
     const ID: i32 = 14;
-    const NAME: &'static str = "Q6_K";
+    const NAME: &'static CStr = c"Q6_K";
     const ELEMENTS: usize = 256;
     const SUB_BLOCK: usize = 16;
     const FLOATS: &'static [Float] = &[Float::F16(208)];

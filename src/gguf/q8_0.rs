@@ -10,6 +10,7 @@
 
 use super::bits::{f16_at, shifted};
 use super::{BlockFormat, Float, Format, Unpacked};
+use std::ffi::CStr;
 
 struct Q80;
 
@@ -17,7 +18,7 @@ pub(super) const FORMAT: Format = Format::blocks::<Q80, 34>();
 
 impl BlockFormat<34> for Q80 {
     const ID: i32 = 8;
-    const NAME: &'static str = "Q8_0";
+    const NAME: &'static CStr = c"Q8_0";
     const ELEMENTS: usize = 32;
     const SUB_BLOCK: usize = 32;
     const FLOATS: &'static [Float] = &[Float::F16(0)];
