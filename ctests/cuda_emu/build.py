@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""Builds the CUDA emulation with g++ alone, incrementally.
+
+    build.py OUTDIR [--sanitize address|thread] [--check] [--arch 90] [--jobs N]
+
+OUTDIR gets
+    libcuda.so.1, libnvrtc.so.13    a fake driver and a fake NVRTC that run kernels/*.cu on the CPU (see fake_cuda.cpp); found through
+                                    LD_LIBRARY_PATH=OUTDIR by a process that opens the real ones at run time
+    selftest, *_test                one program for each ctests/cuda_emu/*test.cpp: direct launches, no driver
+--check runs the programs, in both orders, and the planted faults that a sanitizer must see.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import pathlib
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+KERNELS = ROOT / "kernels"
+
+# fault -> (sanitizer that must see it, or None for any build)
+PLANTED = {
+    "nothing": (),
+    "race": ("thread",),
+    "bounds": ("address",),
+    "mixed-meetings": ("", "address", "thread"),
+    "missing-lane": ("", "address", "thread"),
+}
+
+
+def stale(target, depfile, command):
+    stamp = target.with_suffix(target.suffix + ".cmd")
+    if not target.exists() or not depfile.exists() or not stamp.exists() or stamp.read_text() != command:
+        return True
+    deps = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+    built = target.stat().st_mtime
+    return any(not os.path.exists(d) or os.path.getmtime(d) > built for d in deps)
+
+
+def run(command):
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if result.returncode or result.stderr:
+        sys.stderr.write(result.stderr)
+    if result.returncode:
+        raise SystemExit("failed: " + " ".join(map(str, command)))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("outdir", type=pathlib.Path)
+    parser.add_argument("--sanitize", choices=["address", "thread"])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--arch", type=int, default=90, help="compute capability that the kernels are compiled for")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args()
+    out = args.outdir.resolve()
+    objects = out / "obj"
+    objects.mkdir(parents=True, exist_ok=True)
+
+    cxx = os.environ.get("CXX", "g++")
+    sanitize = [f"-fsanitize={args.sanitize}"] if args.sanitize else []
+    define = {"address": ["-DPKV_EMU_ASAN"], "thread": ["-DPKV_EMU_TSAN"], None: []}[args.sanitize]
+    flags = [
+        "-std=c++20",
+        "-O2",
+        "-g",
+        "-fPIC",
+        "-Wall",
+        "-Wextra",
+        "-Wno-unknown-pragmas",
+        "-Wno-tsan",
+        "-ffp-contract=off",
+        "-DPKV_EMULATE",
+        f"-DPKV_EMU_ARCH={args.arch}",
+        f"-I{KERNELS}",
+        f"-I{HERE}",
+        *define,
+    ]
+
+    def compile_one(source, own=()):
+        target = objects / (source.name + ".o")
+        depfile = target.with_suffix(".d")
+        command = [cxx, *flags, *own, "-MMD", "-MF", str(depfile), "-x", "c++", "-c", str(source), "-o", str(target)]
+        if stale(target, depfile, " ".join(command)):
+            run(command)
+            target.with_suffix(".o.cmd").write_text(" ".join(command))
+        return target
+
+    # emu.cpp orders its own accesses by construction and must not be judged by the race detector.
+    core_sanitize = [] if args.sanitize == "thread" else sanitize
+    kernels = sorted(KERNELS.glob("*.cu"))
+    tests = sorted(HERE.glob("*test.cpp"))
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        core = [
+            pool.submit(compile_one, HERE / "emu.cpp", core_sanitize),
+            pool.submit(compile_one, HERE / "async_copy.cpp", sanitize),
+        ]
+        kernel_objects = [pool.submit(compile_one, k, sanitize) for k in kernels]
+        test_objects = {t: pool.submit(compile_one, t, sanitize) for t in tests}
+        fake = (
+            [pool.submit(compile_one, HERE / "fake_cuda.cpp", core_sanitize)]
+            if (HERE / "fake_cuda.cpp").exists()
+            else []
+        )
+        nvrtc = [pool.submit(compile_one, HERE / "fake_nvrtc.cpp")] if (HERE / "fake_nvrtc.cpp").exists() else []
+    core, kernel_objects, fake, nvrtc = ([f.result() for f in group] for group in (core, kernel_objects, fake, nvrtc))
+
+    def link(target, inputs, extra=()):
+        if not target.exists() or any(i.stat().st_mtime > target.stat().st_mtime for i in inputs):
+            partial = target.with_name(target.name + f".{os.getpid()}")
+            run([cxx, *sanitize, *map(str, inputs), *extra, "-lpthread", "-o", str(partial)])
+            os.replace(partial, target)
+        return target
+
+    if fake:
+        link(
+            out / "libcuda.so.1",
+            fake + core + kernel_objects,
+            ["-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic"],
+        )
+    if nvrtc:
+        link(out / "libnvrtc.so.13", nvrtc, ["-shared", "-Wl,-soname,libnvrtc.so.13"])
+    programs = [link(out / t.stem, [test_objects[t].result()] + core + kernel_objects) for t in tests]
+    if not args.check:
+        return
+
+    for program in programs:
+        for reverse in ("0", "1"):
+            subprocess.run([program], check=True, env={**os.environ, "PKV_EMU_REVERSE": reverse})
+    for fault, seen_by in PLANTED.items():
+        code = subprocess.run([out / "selftest", "plant-" + fault], capture_output=True).returncode
+        if (args.sanitize or "") in seen_by and code == 0:
+            raise SystemExit(f"planted fault not seen: {fault}")
+        if fault == "nothing" and code != 0:
+            raise SystemExit("a fault was seen where there is none")
+    print(f"emulation checked ({args.sanitize or 'plain'})")
+
+
+if __name__ == "__main__":
+    main()

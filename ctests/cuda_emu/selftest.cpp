@@ -1,0 +1,339 @@
+// Tests of the emulation and of kernels/device/: conversions against plain searches, fragments against plain matrix
+// products, meetings. `selftest` runs all; `selftest plant-X` runs one kernel with a planted fault that must end the
+// process (build.py's `check` runs these under the sanitizer that has to see them).
+#include "emu.h"
+#include "device/async.cuh"
+#include "device/batch.cuh"
+#include "device/float.cuh"
+#include "device/mma.cuh"
+#include "device/vector.cuh"
+#include "device/warp.cuh"
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+static int failures = 0;
+#define CHECK(condition, ...)                                                                                          \
+    do {                                                                                                               \
+        if (!(condition) && ++failures < 20) {                                                                         \
+            printf("%s:%d: %s: ", __FILE__, __LINE__, #condition);                                                     \
+            printf(__VA_ARGS__);                                                                                       \
+            puts("");                                                                                                  \
+        }                                                                                                              \
+    } while (0)
+
+// ---- conversions: decode from the definition of the format, encode by searching all values for the nearest ----
+
+struct Format {
+    int exponent_bits, mantissa_bits;
+    bool infinities, saturate;
+    double value(u32 code) const {
+        const int bias = (1 << (exponent_bits - 1)) - 1;
+        const u32 m = code & ((1u << mantissa_bits) - 1), e = code >> mantissa_bits & ((1u << exponent_bits) - 1);
+        const u32 top = (1u << exponent_bits) - 1;
+        const bool negative = code >> (mantissa_bits + exponent_bits) & 1;
+        double v;
+        if (infinities && e == top) v = m ? NAN : INFINITY;
+        else if (!infinities && e == top && m == (1u << mantissa_bits) - 1) v = NAN;
+        else if (e == 0) v = std::ldexp(double(m), 1 - bias - mantissa_bits);
+        else v = std::ldexp(double(m + (1u << mantissa_bits)), int(e) - bias - mantissa_bits);
+        return negative ? -v : v;
+    }
+    u32 magnitudes() const { return 1u << (mantissa_bits + exponent_bits); }
+    u32 largest() const {
+        u32 c = magnitudes() - 1;
+        while (!std::isfinite(value(c))) c--;
+        return c;
+    }
+    u32 nearest(float x) const {
+        const u32 sign = std::signbit(x) ? magnitudes() : 0;
+        const double a = std::fabs(double(x));
+        const u32 last = largest();
+        u32 lo = 0, hi = last;
+        while (lo < hi) {
+            const u32 mid = (lo + hi + 1) / 2;
+            if (value(mid) <= a) lo = mid;
+            else hi = mid - 1;
+        }
+        if (lo == last) {
+            const double step = value(last) - value(last - 1);
+            return sign | (saturate || a < value(last) + step / 2 ? last : last + 1);
+        }
+        const double down = a - value(lo), up = value(lo + 1) - a;
+        return sign | (down < up || (down == up && lo % 2 == 0) ? lo : lo + 1);
+    }
+};
+
+template <class T> static void check_format(const char *name, Format format) {
+    const u32 codes = 2 * format.magnitudes();
+    std::vector<float> samples = {0.0f,  -0.0f,  INFINITY, -INFINITY, 1e-45f,   -1e-45f,
+                                  3e38f, 1e-30f, 70000.0f, 65519.0f,  65520.0f, 480.0f};
+    for (u32 c = 0; c < codes; c++) {
+        T t;
+        t.bits = decltype(t.bits)(c);
+        const float got = to_f32(t);
+        const double want = format.value(c);
+        CHECK(std::isnan(want) ? std::isnan(got) : double(got) == want && std::signbit(got) == std::signbit(want),
+              "%s decode %x: %g %g", name, c, got, want);
+        if (std::isfinite(want) && codes <= 65536) {
+            const u32 bits = __float_as_uint(float(want));
+            for (i64 d = -2; d <= 2; d++) samples.push_back(__uint_as_float(bits + u32(d)));
+            if (std::isfinite(format.value(c + 1))) {
+                const float middle = float((want + format.value(c + 1)) / 2);
+                for (i64 d = -1; d <= 1; d++) samples.push_back(__uint_as_float(__float_as_uint(middle) + u32(d)));
+            }
+        }
+    }
+    std::mt19937 random(7);
+    for (int i = 0; i < 20000; i++) samples.push_back(__uint_as_float(random()));
+    for (float x : samples) {
+        const u32 got = from_f32<T>(x).bits;
+        if (std::isnan(x)) {
+            CHECK(std::isnan(format.value(got)), "%s NaN gives %x", name, got);
+        } else {
+            CHECK(got == format.nearest(x), "%s encode %.9g: %x, nearest %x", name, x, got, format.nearest(x));
+        }
+    }
+}
+
+static void conversions() {
+    check_format<f16>("f16", {5, 10, true, false});
+    check_format<bf16>("bf16", {8, 7, true, false});
+    check_format<e4m3>("e4m3", {4, 3, false, true});
+    check_format<e5m2>("e5m2", {5, 2, true, true});
+    for (u32 c = 0; c < 255; c++) CHECK(to_f32(e8m0{u8(c)}) == std::ldexp(1.0f, int(c) - 127), "e8m0 %u", c);
+    std::mt19937 random(9);
+    for (int i = 0; i < 10000; i++) {
+        const float s = __uint_as_float(random() & 0x7fffffff);
+        if (!std::isfinite(s)) continue;
+        const double got = to_f32(e8m0_at_least(s));
+        const double want =
+            std::min(std::max(std::exp2(std::ceil(std::log2(double(s)))), std::ldexp(1.0, -126)), std::ldexp(1.0, 127));
+        CHECK(got == want, "e8m0_at_least(%g) = %g, want %g", s, got, want);
+    }
+    for (u32 c = 0; c < 65536; c++) {
+        float lo, hi;
+        to_f32x2<e4m3>(c, lo, hi);
+        const float a = to_f32(e4m3{u8(c)}), b = to_f32(e4m3{u8(c >> 8)});
+        CHECK((lo == a || a != a) && (hi == b || b != b), "e4m3 pair %x", c);
+    }
+}
+
+// ---- tensor cores ----
+
+struct MmaParams {
+    const void *a, *b; // [16, K], [8, K] (B transposed: column n contiguous)
+    float *d;          // [16, 8]
+    i32 mode;          // 0 plain fragment loads, 1 ldmatrix, 2 ldmatrix with B in row-major [K, 8] and .trans
+};
+
+template <class T> PKV_DEVICE void mma16(const MmaParams &p) {
+    __shared__ __align__(16) u16 sa[16][24];
+    __shared__ __align__(16) u16 sb[8][24];
+    __shared__ __align__(16) u16 sbt[16][8];
+    const u16 *a = static_cast<const u16 *>(p.a), *b = static_cast<const u16 *>(p.b);
+    const u32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    for (u32 i = lane; i < 256; i += 32) sa[i / 16][i % 16] = a[i];
+    for (u32 i = lane; i < 128; i += 32) {
+        sb[i / 16][i % 16] = b[i];
+        sbt[i % 16][i / 16] = b[i];
+    }
+    __syncwarp();
+    u32 fa[4], fb[2];
+    if (p.mode == 0) {
+        for (u32 i = 0; i < 4; i++) {
+            const u32 row = g + 8 * (i & 1), column = 2 * t + 8 * (i >> 1);
+            fa[i] = u32(sa[row][column + 1]) << 16 | sa[row][column];
+        }
+        for (u32 i = 0; i < 2; i++) fb[i] = u32(sb[g][2 * t + 8 * i + 1]) << 16 | sb[g][2 * t + 8 * i];
+    } else {
+        ldmatrix_x4(fa, &sa[lane % 16][8 * (lane / 16)]);
+        if (p.mode == 1) ldmatrix_x2(fb, &sb[lane % 8][8 * (lane / 8 % 2)]);
+        else ldmatrix_x2_trans(fb, &sbt[lane % 16][0]);
+    }
+    float d[4] = {p.d[g * 8 + 2 * t], p.d[g * 8 + 2 * t + 1], p.d[(g + 8) * 8 + 2 * t], p.d[(g + 8) * 8 + 2 * t + 1]};
+    mma_m16n8k16<T>(d, fa, fb);
+    for (u32 i = 0; i < 4; i++) p.d[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)] = d[i];
+}
+PKV_KERNEL(test_mma_bf16, MmaParams, 32, 1) { mma16<bf16>(p); }
+PKV_KERNEL(test_mma_f16, MmaParams, 32, 1) { mma16<f16>(p); }
+PKV_KERNEL(test_mma_e4m3, MmaParams, 32, 1) {
+    const u8 *a = static_cast<const u8 *>(p.a), *b = static_cast<const u8 *>(p.b);
+    const u32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    auto four = [](const u8 *x) { return u32(x[0]) | u32(x[1]) << 8 | u32(x[2]) << 16 | u32(x[3]) << 24; };
+    u32 fa[4], fb[2];
+    for (u32 i = 0; i < 4; i++) fa[i] = four(a + (g + 8 * (i & 1)) * 32 + 4 * t + 16 * (i >> 1));
+    for (u32 i = 0; i < 2; i++) fb[i] = four(b + g * 32 + 4 * t + 16 * i);
+    float d[4] = {};
+    if (p.mode == 0) mma_m16n8k32_e4m3(d, fa, fb);
+    else mma_m16n8k32_e4m3_exact(d, fa, fb);
+    for (u32 i = 0; i < 4; i++) p.d[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)] = d[i];
+}
+
+template <class T> static void check_mma(const char *kernel, u32 K, i32 modes) {
+    std::mt19937 random(3);
+    for (i32 mode = 0; mode < modes; mode++) {
+        std::vector<T> a(16 * K), b(8 * K);
+        // Small integers: every order of additions gives the same exact sum.
+        for (auto &x : a) x = from_f32<T>(float(int(random() % 9) - 4));
+        for (auto &x : b) x = from_f32<T>(float(int(random() % 9) - 4));
+        std::vector<float> d(128);
+        if (K == 16)
+            for (auto &x : d) x = float(random() % 100);
+        const std::vector<float> c = d;
+        pkv_emu::launch(kernel, {1, 1, 1}, 32, 0, MmaParams{a.data(), b.data(), d.data(), mode});
+        for (u32 r = 0; r < 16; r++)
+            for (u32 n = 0; n < 8; n++) {
+                double want = c[r * 8 + n];
+                for (u32 k = 0; k < K; k++) want += double(to_f32(a[r * K + k])) * to_f32(b[n * K + k]);
+                CHECK(d[r * 8 + n] == want, "%s mode %d [%u][%u]: %g, want %g", kernel, mode, r, n, d[r * 8 + n], want);
+            }
+    }
+}
+
+// ---- meetings, reductions, grids ----
+
+struct MeetParams {
+    float *sums; // [gridDim.x]
+    u32 *counts; // [gridDim.x]
+    u32 *total;
+    u32 threads;
+};
+PKV_KERNEL(test_meet, MeetParams, 256, 1) {
+    __shared__ float scratch[8];
+    PKV_DYNAMIC_SHARED(u32, tile);
+    if (!(__uint_as_float(tile[threadIdx.x]) != __uint_as_float(tile[threadIdx.x]))) __trap(); // starts as NaN
+    __syncthreads();
+    tile[threadIdx.x] = threadIdx.x;
+    __syncthreads();
+    const float x = float(tile[255 - threadIdx.x]);
+    const float sum = block_sum<256>(x, scratch);
+    const u32 count = u32(__syncthreads_count(threadIdx.x % 3 == 0));
+    const u32 ballot = __ballot_sync(FULL_MASK, lane_id() < 5);
+    const u32 up = __shfl_up_sync(FULL_MASK, threadIdx.x, 1), same = __match_any_sync(FULL_MASK, lane_id() / 8);
+    if (ballot != 31 || up != (lane_id() ? threadIdx.x - 1 : threadIdx.x) || same != 0xffu << lane_id() / 8 * 8)
+        __trap();
+    if (lane_id() >= 16) { // half a warp meets alone
+        if (__shfl_xor_sync(0xffff0000u, lane_id(), 1) != (lane_id() ^ 1)) __trap();
+    }
+    atomicAdd(p.total, 1u);
+    if (threadIdx.x >= 128) return; // barriers go on without the threads that returned
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        p.sums[blockIdx.x] = sum;
+        p.counts[blockIdx.x] = count;
+    }
+}
+
+struct CopyParams {
+    const u32 *from;
+    u32 *to;
+    i32 wait;
+};
+PKV_KERNEL(test_copy, CopyParams, 64, 1) {
+    PKV_DYNAMIC_SHARED(u32, tile);
+    cp_async_16(tile + 4 * threadIdx.x, p.from + 4 * threadIdx.x, threadIdx.x % 2 == 0);
+    cp_async_commit();
+    if (p.wait) cp_async_wait<0>();
+    __syncthreads();
+    store16(p.to + 4 * threadIdx.x, load16<u32>(tile + 4 * (threadIdx.x ^ 2)));
+    cp_async_wait<0>();
+}
+
+static void meetings() {
+    const u32 blocks = 70000;
+    std::vector<float> sums(blocks);
+    std::vector<u32> counts(blocks);
+    u32 total = 0;
+    pkv_emu::launch("test_meet", {300, 1, 1}, 256, 1024, MeetParams{sums.data(), counts.data(), &total, 256});
+    for (u32 i = 0; i < 300; i++)
+        CHECK(sums[i] == 255 * 128 && counts[i] == 86, "block %u: %g %u", i, sums[i], counts[i]);
+    CHECK(total == 300 * 256, "%u", total);
+#ifdef PKV_EMU_TSAN
+    const i32 first = 1; // without the wait it is a race
+#else
+    const i32 first = 0;
+#endif
+    for (i32 wait = first; wait < 2; wait++) {
+        alignas(16) u32 from[256], to[256];
+        for (u32 i = 0; i < 256; i++) from[i] = i;
+        pkv_emu::launch("test_copy", {1, 1, 1}, 64, 1024, CopyParams{from, to, wait});
+        u32 wrong = 0;
+        for (u32 i = 0; i < 256; i++) wrong += to[i] != ((i / 4) % 2 == 0 ? i ^ 8 : 0);
+        CHECK((wrong == 0) == (wait != 0), "cp.async wait %d: %u wrong", wait, wrong);
+    }
+}
+
+struct PlaceParams {
+    BatchParams batch;
+    u32 *sequences;
+    u64 *positions;
+};
+PKV_KERNEL(test_place, PlaceParams, 64, 1) {
+    const u64 token = u64(blockIdx.x) * blockDim.x + threadIdx.x;
+    TokenPlace place{~0u, ~0ull};
+    find_token(p.batch, token, place);
+    if (token < 64) {
+        p.sequences[token] = place.sequence;
+        p.positions[token] = place.position;
+    }
+}
+static void places() {
+    const u32 offsets[] = {0, 0, 3, 3, 3, 10, 40, 40}, lengths[] = {9, 5, 8, 7, 100, 0, 4};
+    u32 sequences[64];
+    u64 positions[64];
+    pkv_emu::launch("test_place", {1, 1, 1}, 64, 0,
+                    PlaceParams{{offsets, lengths, nullptr, 0, 7, 0}, sequences, positions});
+    for (u32 t = 0; t < 64; t++) {
+        u32 b = 0;
+        while (b < 7 && !(offsets[b] <= t && t < offsets[b + 1])) b++;
+        CHECK(b < 7 ? sequences[t] == b && positions[t] == lengths[b] + t - offsets[b] : sequences[t] == ~0u,
+              "token %u", t);
+    }
+}
+
+// ---- planted faults ----
+
+struct PlantParams {
+    u32 *data; // [64]
+    i32 fault;
+};
+PKV_KERNEL(test_plant, PlantParams, 64, 1) {
+    PKV_DYNAMIC_SHARED(u32, tile);
+    tile[threadIdx.x] = threadIdx.x;
+    if (p.fault != 0) __syncthreads();
+    const u32 x = tile[(threadIdx.x + 33) % 64]; // races where the barrier was left out
+    if (p.fault == 1 && threadIdx.x == 63) p.data[64] = x;
+    if (p.fault == 2 && lane_id() >= 16) __syncwarp();
+    if (p.fault == 2 && lane_id() < 16) __shfl_sync(FULL_MASK, x, 0);
+    if (p.fault == 3 && (threadIdx.x & 1)) return;
+    if (p.fault == 3) __syncwarp();
+    p.data[threadIdx.x] = x;
+}
+static void plant(i32 fault) {
+    u32 *data = new u32[64];
+    pkv_emu::launch("test_plant", {1, 1, 1}, 64, 256, PlantParams{data, fault});
+    delete[] data;
+}
+
+int main(int argc, char **argv) {
+    const std::string what = argc > 1 ? argv[1] : "";
+    if (what == "plant-race") plant(0);
+    else if (what == "plant-bounds") plant(1);
+    else if (what == "plant-mixed-meetings") plant(2);
+    else if (what == "plant-missing-lane") plant(3);
+    else if (what == "plant-nothing") plant(4);
+    else {
+        conversions();
+        check_mma<bf16>("test_mma_bf16", 16, 3);
+        check_mma<f16>("test_mma_f16", 16, 3);
+        check_mma<e4m3>("test_mma_e4m3", 32, 2);
+        meetings();
+        places();
+        printf(failures ? "%d failures\n" : "ok\n", failures);
+        return failures != 0;
+    }
+}
