@@ -57,7 +57,12 @@ unsafe fn array<'a>(data: *const u32, len: usize, name: &str) -> Result<&'a [u32
 impl<'a> Batch<'a> {
     /// # Safety
     /// `batch` is NULL or a struct whose arrays are as the header says, for as long as the call lasts.
-    pub unsafe fn check(batch: *const pkv_batch, collection: &Collection, cache_use: CacheUse, mode: Mode) -> Result<Self> {
+    pub unsafe fn check(
+        batch: *const pkv_batch,
+        collection: &Collection,
+        cache_use: CacheUse,
+        mode: Mode,
+    ) -> Result<Self> {
         // SAFETY: by contract.
         let b = unsafe { crate::abi::read(batch, "params.batch")? };
         let stride = match b.lookup_table_stride {
@@ -67,11 +72,20 @@ impl<'a> Batch<'a> {
                 Error::shape("params.batch.lookup_table_stride", message)
             })?,
         };
-        let entries = (b.batch_size as usize).checked_mul(stride).filter(|n| n.checked_mul(4).is_some_and(|b| b <= isize::MAX as usize));
+        let entries = (b.batch_size as usize)
+            .checked_mul(stride)
+            .filter(|n| n.checked_mul(4).is_some_and(|b| b <= isize::MAX as usize));
         if entries.is_none() {
-            return Err(Error::shape("params.batch.lookup_table_stride", format!("batch_size {} x {stride} overflows", b.batch_size)));
+            return Err(Error::shape(
+                "params.batch.lookup_table_stride",
+                format!("batch_size {} x {stride} overflows", b.batch_size),
+            ));
         }
-        let raw = RawBatch { input_row_offsets: b.input_row_offsets, cache_lengths: b.cache_lengths, lookup_table: b.lookup_table };
+        let raw = RawBatch {
+            input_row_offsets: b.input_row_offsets,
+            cache_lengths: b.cache_lengths,
+            lookup_table: b.lookup_table,
+        };
         let mut out = Batch {
             batch_size: b.batch_size as usize,
             max_pages: b.max_pages as usize,
@@ -87,10 +101,22 @@ impl<'a> Batch<'a> {
             return Ok(out);
         }
         if mode == Mode::Device {
-            check_pointer(raw.input_row_offsets.cast(), (out.batch_size + 1) * 4, 4, mode, "params.batch.input_row_offsets")?;
+            check_pointer(
+                raw.input_row_offsets.cast(),
+                (out.batch_size + 1) * 4,
+                4,
+                mode,
+                "params.batch.input_row_offsets",
+            )?;
             check_pointer(raw.cache_lengths.cast(), out.batch_size * 4, 4, mode, "params.batch.cache_lengths")?;
             if out.max_pages > 0 {
-                check_pointer(raw.lookup_table.cast(), stride * out.batch_size * 4, 4, mode, "params.batch.lookup_table")?;
+                check_pointer(
+                    raw.lookup_table.cast(),
+                    stride * out.batch_size * 4,
+                    4,
+                    mode,
+                    "params.batch.lookup_table",
+                )?;
             }
             return Ok(out);
         }
@@ -128,11 +154,16 @@ impl<'a> Batch<'a> {
             }
             let pages = self.pages(b);
             if pages > self.max_pages {
-                let message = format!("is {}, sequence {b} with {} positions needs {pages} columns", self.max_pages, self.length(b));
+                let message = format!(
+                    "is {}, sequence {b} with {} positions needs {pages} columns",
+                    self.max_pages,
+                    self.length(b)
+                );
                 return Err(Error::page_table("params.batch.max_pages", message));
             }
             if let Some(column) = self.table_row(b).iter().position(|&id| id as usize >= collection.num_blocks) {
-                let message = format!("is {}, the collection has {} blocks", self.table_row(b)[column], collection.num_blocks);
+                let message =
+                    format!("is {}, the collection has {} blocks", self.table_row(b)[column], collection.num_blocks);
                 return Err(Error::page_table(format!("params.batch.lookup_table[{b}][{column}]"), message));
             }
         }
@@ -215,7 +246,9 @@ impl<'a> Batch<'a> {
             Mode::Query => 0,
             Mode::Device if self.batch_size == 0 => 0,
             Mode::Device => self.max_seq_length.saturating_add(self.max_cache_length),
-            Mode::Host => (0..self.batch_size).filter(|&b| self.new_tokens(b) > 0).map(|b| self.length(b)).max().unwrap_or(0),
+            Mode::Host => {
+                (0..self.batch_size).filter(|&b| self.new_tokens(b) > 0).map(|b| self.length(b)).max().unwrap_or(0)
+            }
         }
     }
 
@@ -248,9 +281,18 @@ unsafe impl Sync for BufferRows<'_> {}
 impl<'a> BufferRows<'a> {
     /// # Safety
     /// The arrays are NULL or as the header says, for as long as the call lasts.
-    pub unsafe fn check(row_offsets: *const u32, cache_offsets: *const u32, batch: &Batch<'_>, mode: Mode) -> Result<Self> {
-        let mut out =
-            BufferRows { raw_row_offsets: row_offsets, raw_cache_offsets: cache_offsets, row_offsets: &[], cache_offsets: &[] };
+    pub unsafe fn check(
+        row_offsets: *const u32,
+        cache_offsets: *const u32,
+        batch: &Batch<'_>,
+        mode: Mode,
+    ) -> Result<Self> {
+        let mut out = BufferRows {
+            raw_row_offsets: row_offsets,
+            raw_cache_offsets: cache_offsets,
+            row_offsets: &[],
+            cache_offsets: &[],
+        };
         if mode == Mode::Query || batch.batch_size == 0 {
             return Ok(out);
         }
@@ -280,8 +322,10 @@ impl<'a> BufferRows<'a> {
             }
             let (start, end) = (out.first_position(b), out.first_position(b) + (to - from) as usize);
             if end > batch.length(b) {
-                let at = if out.cache_offsets.is_empty() { "params.buffer_row_offsets" } else { "params.cache_offsets" };
-                let message = format!("positions {start}..{end} are asked of sequence {b}, which has {}", batch.length(b));
+                let at =
+                    if out.cache_offsets.is_empty() { "params.buffer_row_offsets" } else { "params.cache_offsets" };
+                let message =
+                    format!("positions {start}..{end} are asked of sequence {b}, which has {}", batch.length(b));
                 let index = if out.cache_offsets.is_empty() { b + 1 } else { b };
                 return Err(Error::value(format!("{at}[{index}]"), message));
             }

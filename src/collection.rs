@@ -30,9 +30,10 @@ pub struct Shape {
 impl Shape {
     pub fn check(o: &pkv_collection_options) -> Result<Self> {
         use DType::*;
-        let dtype = DType::from_abi(o.dtype).filter(|d| matches!(d, F32 | F16 | BF16 | F8E4M3 | F8E5M2)).ok_or_else(|| {
-            Error::dtype("options.dtype", format!("is {}, must be F32, F16, BF16, F8_E4M3 or F8_E5M2", o.dtype))
-        })?;
+        let dtype =
+            DType::from_abi(o.dtype).filter(|d| matches!(d, F32 | F16 | BF16 | F8E4M3 | F8E5M2)).ok_or_else(|| {
+                Error::dtype("options.dtype", format!("is {}, must be F32, F16, BF16, F8_E4M3 or F8_E5M2", o.dtype))
+            })?;
         let scale_dtype = match o.scale_dtype {
             0 => None,
             n => Some(DType::from_abi(n).filter(|d| matches!(d, F32 | BF16 | F8E8M0)).ok_or_else(|| {
@@ -117,9 +118,15 @@ impl Shape {
 #[derive(Debug)]
 enum Storage {
     Borrowed,
-    Host { _blocks: HostBuffer, _scales: HostBuffer },
+    Host {
+        _blocks: HostBuffer,
+        _scales: HostBuffer,
+    },
     #[cfg(feature = "cuda")]
-    Device { _blocks: crate::cuda::DeviceBuffer, _scales: crate::cuda::DeviceBuffer },
+    Device {
+        _blocks: crate::cuda::DeviceBuffer,
+        _scales: crate::cuda::DeviceBuffer,
+    },
 }
 
 #[derive(Debug)]
@@ -248,7 +255,10 @@ fn borrow(buffer: &pkv_buffer, needed: usize, align: usize, ctx: &Context, name:
         return Err(Error::null(format!("{name}.data")));
     }
     if buffer.size < needed {
-        return Err(Error::shape(format!("{name}.size"), format!("is {} bytes, the collection needs {needed}", buffer.size)));
+        return Err(Error::shape(
+            format!("{name}.size"),
+            format!("is {} bytes, the collection needs {needed}", buffer.size),
+        ));
     }
     check_pointer(buffer.data.cast(), needed, align, ctx.call_mode(), &format!("{name}.data"))?;
     Ok(buffer.data.cast())
@@ -309,7 +319,9 @@ impl Cache {
     pub unsafe fn row<'a, T: Plain>(&self, block: usize, slot: usize) -> &'a [T] {
         debug_assert_eq!(T::DTYPE, self.dtype);
         // SAFETY: in the storage by row_offset; the rest by contract.
-        unsafe { std::slice::from_raw_parts(self.blocks.cast::<T>().add(self.row_offset(block, slot)), self.row_elements()) }
+        unsafe {
+            std::slice::from_raw_parts(self.blocks.cast::<T>().add(self.row_offset(block, slot)), self.row_elements())
+        }
     }
 
     /// # Safety
@@ -318,7 +330,12 @@ impl Cache {
     pub unsafe fn row_mut<'a, T: Plain>(&self, block: usize, slot: usize) -> &'a mut [T] {
         debug_assert_eq!(T::DTYPE, self.dtype);
         // SAFETY: in the storage by row_offset; the rest by contract.
-        unsafe { std::slice::from_raw_parts_mut(self.blocks.cast::<T>().add(self.row_offset(block, slot)), self.row_elements()) }
+        unsafe {
+            std::slice::from_raw_parts_mut(
+                self.blocks.cast::<T>().add(self.row_offset(block, slot)),
+                self.row_elements(),
+            )
+        }
     }
 
     /// Scale of a group of a head's row, as f32.

@@ -147,7 +147,14 @@ mod tests {
 
     #[test]
     fn e8m0_is_the_next_power_of_two() {
-        for (s, want) in [(1.0, 1.0), (1.0000001, 2.0), (0.75, 1.0), (448.0, 512.0), (1e-45, f32::MIN_POSITIVE), (3e38, 1.7014118e38)] {
+        for (s, want) in [
+            (1.0, 1.0),
+            (1.0000001, 2.0),
+            (0.75, 1.0),
+            (448.0, 512.0),
+            (1e-45, f32::MIN_POSITIVE),
+            (3e38, 1.7014118e38),
+        ] {
             assert_eq!(e8m0_to_f32(f32_to_e8m0_ceil(s)), want, "{s}");
         }
     }

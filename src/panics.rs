@@ -34,5 +34,9 @@ pub fn quiet<R>(body: impl FnOnce() -> R) -> R {
 }
 
 pub fn text(payload: &(dyn Any + Send)) -> &str {
-    payload.downcast_ref::<&str>().copied().or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("(no text)")
+    payload
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("(no text)")
 }

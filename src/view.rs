@@ -118,7 +118,12 @@ impl TensorArg<'_> {
     }
 
     /// `None` when absent.
-    pub fn check_optional<const N: usize>(&self, dtypes: &[DType], dims: [Dim; N], access: Access) -> Result<Option<View<N>>> {
+    pub fn check_optional<const N: usize>(
+        &self,
+        dtypes: &[DType],
+        dims: [Dim; N],
+        access: Access,
+    ) -> Result<Option<View<N>>> {
         if self.is_absent() { Ok(None) } else { self.check(dtypes, dims, access).map(Some) }
     }
 
@@ -148,7 +153,12 @@ impl TensorArg<'_> {
         }
         let stride = strides(t, &shape, name)?;
         let empty = shape.contains(&0);
-        let overflow = || Error::shape(format!("{name}.shape"), format!("{shape:?} with strides {stride:?} spans more than memory can hold"));
+        let overflow = || {
+            Error::shape(
+                format!("{name}.shape"),
+                format!("{shape:?} with strides {stride:?} spans more than memory can hold"),
+            )
+        };
         let mut span = 1usize;
         let mut elements = 1usize;
         for d in 0..N {
@@ -156,7 +166,11 @@ impl TensorArg<'_> {
             let reach = shape[d].saturating_sub(1).checked_mul(stride[d]).ok_or_else(overflow)?;
             span = span.checked_add(reach).ok_or_else(overflow)?;
         }
-        let bytes = span.max(elements.min(span)).checked_mul(dtype.size()).filter(|&b| b <= isize::MAX as usize).ok_or_else(overflow)?;
+        let bytes = span
+            .max(elements.min(span))
+            .checked_mul(dtype.size())
+            .filter(|&b| b <= isize::MAX as usize)
+            .ok_or_else(overflow)?;
         elements.checked_mul(dtype.size()).filter(|&b| b <= isize::MAX as usize).ok_or_else(overflow)?;
         if access == Access::Write && !empty {
             check_no_self_overlap(&shape, &stride, name)?;
@@ -175,7 +189,7 @@ pub fn check_pointer(data: *const u8, bytes: usize, align: usize, mode: Mode, na
         return Err(Error::null(name));
     }
     let align = if mode == Mode::Device { 16 } else { align };
-    if data.addr() % align != 0 {
+    if !data.addr().is_multiple_of(align) {
         return Err(Error::alignment(name, format!("is {data:p}, must be {align}-byte aligned")));
     }
     if data.addr().checked_add(bytes).is_none() {
@@ -191,16 +205,15 @@ fn strides<const N: usize>(t: &pkv_tensor, shape: &[usize; N], name: &str) -> Re
         let mut step = 1usize;
         for d in (0..N).rev() {
             stride[d] = step;
-            step = step.checked_mul(shape[d].max(1)).ok_or_else(|| {
-                Error::shape(format!("{name}.shape"), format!("the product of {shape:?} overflows"))
-            })?;
+            step = step
+                .checked_mul(shape[d].max(1))
+                .ok_or_else(|| Error::shape(format!("{name}.shape"), format!("the product of {shape:?} overflows")))?;
         }
         return Ok(stride);
     }
-    for d in 0..N {
-        let s = t.stride[d];
-        stride[d] =
-            usize::try_from(s).map_err(|_| Error::shape(format!("{name}.stride[{d}]"), format!("is {s}, must not be negative")))?;
+    for (d, (stride, &s)) in stride.iter_mut().zip(&t.stride).enumerate() {
+        *stride = usize::try_from(s)
+            .map_err(|_| Error::shape(format!("{name}.stride[{d}]"), format!("is {s}, must not be negative")))?;
     }
     if shape[N - 1] > 1 && stride[N - 1] != 1 {
         let message = format!("is {}, must be 1 (the innermost dimension is contiguous)", stride[N - 1]);

@@ -49,35 +49,49 @@ impl Weight {
             #[cfg(feature = "cuda")]
             Backend::Cuda(_) => return Err(Error::unsupported("ctx", "GGUF matmuls have no CUDA kernels yet")),
         }
-        let format = gguf::format(o.encoding)
-            .ok_or_else(|| Error::unsupported("options.encoding", format!("{} is not a GGUF encoding this library has", o.encoding)))?;
+        let format = gguf::format(o.encoding).ok_or_else(|| {
+            Error::unsupported("options.encoding", format!("{} is not a GGUF encoding this library has", o.encoding))
+        })?;
         if o.flags & !PKV_WEIGHT_PACK != 0 {
             return Err(Error::value("options.flags", format!("is {:#x}, only PKV_WEIGHT_PACK exists", o.flags)));
         }
         let positive = |n: i64, name: &str| {
-            usize::try_from(n).ok().filter(|&n| n > 0).ok_or_else(|| Error::shape(name, format!("is {n}, must be at least 1")))
+            usize::try_from(n)
+                .ok()
+                .filter(|&n| n > 0)
+                .ok_or_else(|| Error::shape(name, format!("is {n}, must be at least 1")))
         };
         let rows = positive(o.rows, "options.rows")?;
         let cols = positive(o.cols, "options.cols")?;
         if cols % format.block_elements != 0 {
-            let message = format!("is {cols}, must be a multiple of {}'s block of {}", format.name, format.block_elements);
+            let message =
+                format!("is {cols}, must be a multiple of {}'s block of {}", format.name, format.block_elements);
             return Err(Error::shape("options.cols", message));
         }
         let overflow = |name: &str| Error::shape(name, "the matrix is larger than memory can hold");
-        let row_bytes = (cols / format.block_elements).checked_mul(format.block_bytes).ok_or_else(|| overflow("options.cols"))?;
+        let row_bytes =
+            (cols / format.block_elements).checked_mul(format.block_bytes).ok_or_else(|| overflow("options.cols"))?;
         let stride = match o.row_bytes {
             0 => row_bytes,
             n => usize::try_from(n).ok().filter(|&n| n >= row_bytes).ok_or_else(|| {
-                Error::shape("options.row_bytes", format!("is {n}, a row of {cols} {} columns is {row_bytes} bytes", format.name))
+                Error::shape(
+                    "options.row_bytes",
+                    format!("is {n}, a row of {cols} {} columns is {row_bytes} bytes", format.name),
+                )
             })?,
         };
         let needed = (rows - 1)
             .checked_mul(stride)
             .and_then(|n| n.checked_add(row_bytes))
-            .filter(|&n| n <= isize::MAX as usize && rows.checked_mul(cols).is_some_and(|e| e <= isize::MAX as usize / 4))
+            .filter(|&n| {
+                n <= isize::MAX as usize && rows.checked_mul(cols).is_some_and(|e| e <= isize::MAX as usize / 4)
+            })
             .ok_or_else(|| overflow("options.rows"))?;
         if o.data_size < needed {
-            return Err(Error::shape("options.data_size", format!("is {}, {rows} rows span {needed} bytes", o.data_size)));
+            return Err(Error::shape(
+                "options.data_size",
+                format!("is {}, {rows} rows span {needed} bytes", o.data_size),
+            ));
         }
         if o.data.is_null() {
             return Err(Error::null("options.data"));
@@ -98,13 +112,13 @@ impl Weight {
         self.context_id
     }
 
-    /// Raw blocks of row `r`, where the weight still has them.
-    pub fn row(&self, r: usize) -> Option<&[u8]> {
+    /// Raw blocks of row `r`.
+    pub fn row(&self, r: usize) -> &[u8] {
         match &self.storage {
-            Storage::Borrowed(rows) => Some(rows.row(r)),
+            Storage::Borrowed(rows) => rows.row(r),
             Storage::Copied(data) => {
                 let n = data.len() / self.rows;
-                Some(&data[r * n..][..n])
+                &data[r * n..][..n]
             }
         }
     }

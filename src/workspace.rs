@@ -164,7 +164,7 @@ pub fn check_given(data: *mut u8, size: usize, needed: usize) -> Result<()> {
     if data.is_null() {
         return Err(Error::null("workspace.data"));
     }
-    if data.addr() % ALIGNMENT != 0 {
+    if !data.addr().is_multiple_of(ALIGNMENT) {
         return Err(Error::alignment("workspace.data", format!("is {data:p}, must be {ALIGNMENT}-byte aligned")));
     }
     if size < needed {

@@ -19,14 +19,16 @@ pub struct pkv_context(pub(crate) Context);
 
 /// Where log lines go: `target` is the module, both texts end with a NUL and live only during the call. May be called from any thread, also several at
 /// once; must not call back into the library.
-pub type pkv_log_fn = Option<unsafe extern "C" fn(user: *mut c_void, level: i32, target: *const c_char, message: *const c_char)>;
+pub type pkv_log_fn =
+    Option<unsafe extern "C" fn(user: *mut c_void, level: i32, target: *const c_char, message: *const c_char)>;
 
 /// A piece of work, made by the library for pkv_parallel_for_fn.
 pub type pkv_task_fn = Option<unsafe extern "C" fn(task: *mut c_void, index: u32)>;
 
 /// The engine's own threads: call run(task, i) for each i < count exactly once, on any threads, and return when all are done. It may be called from
 /// several threads at once, never from inside a task; it may run serially.
-pub type pkv_parallel_for_fn = Option<unsafe extern "C" fn(user: *mut c_void, count: u32, run: pkv_task_fn, task: *mut c_void)>;
+pub type pkv_parallel_for_fn =
+    Option<unsafe extern "C" fn(user: *mut c_void, count: u32, run: pkv_task_fn, task: *mut c_void)>;
 
 /// How a context works; all zero but struct_size and abi_version: CPU, own threads, no log.
 #[repr(C)]

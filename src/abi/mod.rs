@@ -3,7 +3,10 @@
 //! Each file is one section of the header, in the order a reader of the header meets them.
 
 #![allow(non_camel_case_types, reason = "these are the C names")]
-#![allow(clippy::missing_safety_doc, reason = "the conventions at the top of the header are the contract of every export")]
+#![allow(
+    clippy::missing_safety_doc,
+    reason = "the conventions at the top of the header are the contract of every export"
+)]
 
 pub mod batch;
 pub mod collection;
@@ -20,10 +23,10 @@ pub mod version;
 pub mod weight;
 
 use crate::error::{Error, Result, Status};
+use crate::panics;
+use crate::plan::Stream;
 use crate::plan::{self, Op};
 use crate::view::Mode;
-use crate::plan::Stream;
-use crate::panics;
 use context::pkv_context;
 use status::{PKV_OK, pkv_error, pkv_status};
 use std::ffi::c_char;
@@ -140,7 +143,8 @@ unsafe fn report(err: *mut pkv_error, error: Option<&Error>) {
     if size < size_of::<pkv_error>() || size > MAX_STRUCT_SIZE {
         return;
     }
-    let mut filled = pkv_error { struct_size: size, status: PKV_OK, native_code: 0, argument: [0; 48], message: [0; 448] };
+    let mut filled =
+        pkv_error { struct_size: size, status: PKV_OK, native_code: 0, argument: [0; 48], message: [0; 448] };
     if let Some(e) = error {
         filled.status = e.status as i32;
         filled.native_code = e.native_code;

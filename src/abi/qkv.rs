@@ -5,8 +5,8 @@ use super::collection::pkv_collection;
 use super::context::pkv_context;
 use super::status::{pkv_error, pkv_status};
 use super::types::{pkv_buffer, pkv_stream, pkv_tensor};
-use super::{call, workspace_size};
 use super::weight::pkv_gguf_weight;
+use super::{call, workspace_size};
 use crate::op::qkv_matmul_gguf::QkvMatmulGguf;
 
 /// Activations are quantised to 8 bits a block, as GGUF engines do: blocks of 32, of 256 for the K-quants and IQ4_XS; none for float weights.

@@ -21,7 +21,6 @@ pub extern "C" fn pkv_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-
 /// One line for bug reports: version, git commit, CPU kernels chosen, CUDA archs built. Never NULL, never freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn pkv_build_info() -> *const c_char {

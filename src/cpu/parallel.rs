@@ -197,7 +197,11 @@ impl Pool {
             let shared = Arc::clone(&pool.shared);
             let worker = std::thread::Builder::new().name(format!("pagedkv-{i}")).spawn(move || shared.serve());
             pool.workers.push(worker.map_err(|e| {
-                Error::new(crate::error::Status::NoMemory, "options.num_threads", format!("could not start thread {i}: {e}"))
+                Error::new(
+                    crate::error::Status::NoMemory,
+                    "options.num_threads",
+                    format!("could not start thread {i}: {e}"),
+                )
             })?);
         }
         Ok(pool)
@@ -326,7 +330,9 @@ mod tests {
         let cpu = || unsafe {
             let mut usage = std::mem::zeroed::<libc::rusage>();
             libc::getrusage(libc::RUSAGE_SELF, &mut usage);
-            (usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) * 1_000_000 + usage.ru_utime.tv_usec + usage.ru_stime.tv_usec
+            (usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) * 1_000_000
+                + usage.ru_utime.tv_usec
+                + usage.ru_stime.tv_usec
         };
         // Other tests run beside this one: the least of several looks is what the pool itself costs.
         let least = (0..20)

@@ -26,7 +26,7 @@ impl Op for MergeAttention {
     type Params = pkv_merge_attention_params;
     type Args<'a> = Args;
 
-    unsafe fn validate<'a>(_: &Context, p: &'a Self::Params, mode: Mode) -> Result<Args> {
+    unsafe fn validate(_: &Context, p: &Self::Params, mode: Mode) -> Result<Args> {
         let arg = |tensor, name| TensorArg { tensor, name, mode };
         let output_a =
             arg(&p.output_a, "params.output_a").check(FLOATS, [Dim::Any, Dim::Some, Dim::Some], Access::Read)?;

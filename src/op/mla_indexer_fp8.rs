@@ -40,7 +40,10 @@ impl Op for MlaIndexerFp8 {
         let collection = unsafe { Collection::of(p.collection, ctx)? };
         check_one_head(collection)?;
         if collection.dtype != DType::F8E4M3 {
-            return Err(Error::dtype("params.collection", format!("has {} keys, must be F8_E4M3", collection.dtype.name())));
+            return Err(Error::dtype(
+                "params.collection",
+                format!("has {} keys, must be F8_E4M3", collection.dtype.name()),
+            ));
         }
         if collection.scale_dtype != Some(DType::F32) {
             return Err(Error::dtype("params.collection", "must have F32 scales"));
@@ -69,8 +72,10 @@ impl Op for MlaIndexerFp8 {
         let heads = Dim::Is(q.shape[1], "num_heads, as in q");
         let q_s = arg(&p.q_s, "params.q_s").check(&[DType::F32], [Dim::Any, heads], Access::Read)?;
         let dims = [Dim::Any, Dim::Is(top_k, "top_k")];
-        let output_indices = arg(&p.output_indices, "params.output_indices").check(&[DType::I32], dims, Access::Write)?;
-        let output_scores = arg(&p.output_scores, "params.output_scores").check_optional(&[DType::F32], dims, Access::Write)?;
+        let output_indices =
+            arg(&p.output_indices, "params.output_indices").check(&[DType::I32], dims, Access::Write)?;
+        let output_scores =
+            arg(&p.output_scores, "params.output_scores").check_optional(&[DType::F32], dims, Access::Write)?;
         // SAFETY: by contract.
         let batch = unsafe { Batch::check(p.batch, collection, CacheUse::Read, mode)? };
         let tokens = batch.tokens();

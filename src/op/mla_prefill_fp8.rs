@@ -151,8 +151,9 @@ impl Op for MlaPrefillFp8 {
         let q = arg(&p.q, "params.q").check(FLOATS, [Dim::Any, Dim::Some, Dim::Some], Access::Write)?;
         let [_, num_heads, q_head_dim] = q.shape;
         let kv_lora_rank = latent_width(p, cache.head_size);
-        if kv_lora_rank == 0 || kv_lora_rank % SCALE_BLOCK != 0 {
-            let message = format!("gives a latent width of {kv_lora_rank}, must be a multiple of {SCALE_BLOCK} above 0");
+        if kv_lora_rank == 0 || !kv_lora_rank.is_multiple_of(SCALE_BLOCK) {
+            let message =
+                format!("gives a latent width of {kv_lora_rank}, must be a multiple of {SCALE_BLOCK} above 0");
             return Err(Error::shape("params.kv_b_proj.shape[1]", message));
         }
         let rope_dim = cache.head_size.saturating_sub(kv_lora_rank);
@@ -167,7 +168,11 @@ impl Op for MlaPrefillFp8 {
         let cache_use = if finished { CacheUse::Read } else { CacheUse::WriteNew };
         // SAFETY: by contract.
         let batch = unsafe { Batch::check(p.batch, collection, cache_use, mode)? };
-        let kv = arg(&p.kv, "params.kv").check_optional(FLOATS, [Dim::Any, Dim::Is(cache.head_size, "head_size")], Access::Read)?;
+        let kv = arg(&p.kv, "params.kv").check_optional(
+            FLOATS,
+            [Dim::Any, Dim::Is(cache.head_size, "head_size")],
+            Access::Read,
+        )?;
         let finish = if finished {
             if kv.is_some() {
                 return Err(Error::value("params.kv", "must be absent with PKV_PREFILL_FINISHED"));
@@ -178,7 +183,8 @@ impl Op for MlaPrefillFp8 {
                 check_same_dtype("params.kv", kv.dtype, "params.q", q.dtype)?;
                 check_rows(kv, batch.tokens(), "params.kv")?;
             }
-            let freqs_cis = check_freqs(arg(&p.freqs_cis, "params.freqs_cis"), q.dtype, rope_dim, batch.rope_positions(mode))?;
+            let freqs_cis =
+                check_freqs(arg(&p.freqs_cis, "params.freqs_cis"), q.dtype, rope_dim, batch.rope_positions(mode))?;
             let gamma = arg(&p.kv_norm_gamma, "params.kv_norm_gamma").check(
                 &f32_or(q.dtype),
                 [Dim::Is(kv_lora_rank, "kv_lora_rank = head_size - rope width")],
@@ -262,7 +268,8 @@ impl Op for MlaPrefillFp8 {
 /// one at fault, and the check of its own shape will name it.
 fn latent_width(p: &pkv_mla_prefill_fp8_params, head_size: usize) -> usize {
     let rest = head_size as i64 - p.freqs_cis.shape[1];
-    let width = if p.kv_norm_gamma.dtype != 0 && p.kv_norm_gamma.shape[0] == rest { rest } else { p.kv_b_proj.shape[1] };
+    let width =
+        if p.kv_norm_gamma.dtype != 0 && p.kv_norm_gamma.shape[0] == rest { rest } else { p.kv_b_proj.shape[1] };
     usize::try_from(width).unwrap_or(0)
 }
 

@@ -50,7 +50,8 @@ impl Op for MlaRopeRmsnormQuantize {
         let q_rope = arg(&p.q_rope, "params.q_rope").check(FLOATS, [Dim::Any, Dim::Some, Dim::Some], Access::Read)?;
         let [_, heads, rope_dim] = q_rope.shape;
         if rope_dim % 2 != 0 || rope_dim >= cache.head_size {
-            let message = format!("is {rope_dim}, the rope width must be even and below head_size = {}", cache.head_size);
+            let message =
+                format!("is {rope_dim}, the rope width must be even and below head_size = {}", cache.head_size);
             return Err(Error::shape("params.q_rope.shape[2]", message));
         }
         let kv_lora_rank = cache.head_size - rope_dim;
@@ -60,12 +61,14 @@ impl Op for MlaRopeRmsnormQuantize {
             Access::Write,
         )?;
         check_same_dtype("params.q_rope_output", q_rope_output.dtype, "params.q_rope", q_rope.dtype)?;
-        let kv = arg(&p.kv, "params.kv").check(FLOATS, [Dim::Any, Dim::Is(cache.head_size, "head_size")], Access::Read)?;
+        let kv =
+            arg(&p.kv, "params.kv").check(FLOATS, [Dim::Any, Dim::Is(cache.head_size, "head_size")], Access::Read)?;
         check_same_dtype("params.kv", kv.dtype, "params.q_rope", q_rope.dtype)?;
         // SAFETY: by contract.
         let batch = unsafe { Batch::check(p.batch, collection, CacheUse::WriteNew, mode)? };
         let tokens = batch.tokens();
-        let freqs_cis = check_freqs(arg(&p.freqs_cis, "params.freqs_cis"), kv.dtype, rope_dim, batch.rope_positions(mode))?;
+        let freqs_cis =
+            check_freqs(arg(&p.freqs_cis, "params.freqs_cis"), kv.dtype, rope_dim, batch.rope_positions(mode))?;
         let gamma = arg(&p.gamma, "params.gamma").check(
             &f32_or(kv.dtype),
             [Dim::Is(kv_lora_rank, "kv_lora_rank = head_size - rope width")],
@@ -74,7 +77,19 @@ impl Op for MlaRopeRmsnormQuantize {
         check_rows(&q_rope, tokens, "params.q_rope")?;
         check_rows(&q_rope_output, tokens, "params.q_rope_output")?;
         check_rows(&kv, tokens, "params.kv")?;
-        Ok(Args { cache, batch, rope, q_rope, q_rope_output, kv, freqs_cis, gamma, epsilon: p.epsilon, kv_lora_rank, rope_dim })
+        Ok(Args {
+            cache,
+            batch,
+            rope,
+            q_rope,
+            q_rope_output,
+            kv,
+            freqs_cis,
+            gamma,
+            epsilon: p.epsilon,
+            kv_lora_rank,
+            rope_dim,
+        })
     }
 
     fn cpu() -> &'static [Impl<Self>] {

@@ -52,7 +52,10 @@ fn check_mla(collection: &Collection) -> Result<()> {
 
 fn check_one_head(collection: &Collection) -> Result<()> {
     if collection.num_heads != 1 {
-        return Err(Error::shape("params.collection", format!("has {} heads, this kernel needs one", collection.num_heads)));
+        return Err(Error::shape(
+            "params.collection",
+            format!("has {} heads, this kernel needs one", collection.num_heads),
+        ));
     }
     Ok(())
 }

@@ -84,7 +84,8 @@ impl Op for QkvMatmulGguf {
             }
         }
         if q_weight.rows % collection.head_size != 0 {
-            let message = format!("has {} rows, must be a multiple of head_size = {}", q_weight.rows, collection.head_size);
+            let message =
+                format!("has {} rows, must be a multiple of head_size = {}", q_weight.rows, collection.head_size);
             return Err(Error::shape("params.q_weight", message));
         }
         let arg = |tensor, name| TensorArg { tensor, name, mode };
@@ -99,7 +100,11 @@ impl Op for QkvMatmulGguf {
             Access::Write,
         )?;
         let bias = |tensor, name, weight: &'a Weight| -> Result<Projection<'a>> {
-            let bias = arg(tensor, name).check_optional(&[DType::F32], [Dim::Is(weight.rows, "the weight's rows")], Access::Read)?;
+            let bias = arg(tensor, name).check_optional(
+                &[DType::F32],
+                [Dim::Is(weight.rows, "the weight's rows")],
+                Access::Read,
+            )?;
             Ok(Projection { weight, bias })
         };
         let q = bias(&p.q_bias, "params.q_bias", q_weight)?;
