@@ -22,6 +22,7 @@ pub mod types;
 pub mod version;
 pub mod weight;
 
+use crate::context::{Level, Log};
 use crate::error::{Error, Result, Status};
 use crate::panics;
 use crate::plan::Stream;
@@ -125,8 +126,23 @@ pub unsafe fn write<T: Versioned>(out: *mut T, name: &str, value: &T) -> Result<
 /// # Safety
 /// `err` is NULL or points to a pkv_error.
 pub unsafe fn guard(err: *mut pkv_error, body: impl FnOnce() -> Result<()>) -> pkv_status {
+    // SAFETY: by contract.
+    unsafe { guard_logged(None, err, body) }
+}
+
+/// [`guard`] with a log to tell of faults of our own.
+///
+/// # Safety
+/// `err` is NULL or points to a pkv_error.
+unsafe fn guard_logged(log: Option<&Log>, err: *mut pkv_error, body: impl FnOnce() -> Result<()>) -> pkv_status {
     let outcome = panics::quiet(|| catch_unwind(AssertUnwindSafe(body)))
         .unwrap_or_else(|payload| Err(Error::internal(format!("panic: {}", panics::text(&*payload)))));
+    if let (Err(e), Some(log)) = (&outcome, log)
+        && e.status == Status::Internal
+    {
+        // The log is the engine's code: it must not unwind through us either.
+        let _ = panics::quiet(|| catch_unwind(AssertUnwindSafe(|| log.write(Level::Error, "abi", &e.message))));
+    }
     // SAFETY: by contract.
     unsafe { report(err, outcome.as_ref().err()) };
     outcome.map_or_else(|e| e.status as pkv_status, |()| PKV_OK)
@@ -165,6 +181,7 @@ fn copy_text(to: &mut [c_char], text: &str) {
     for (t, &b) in to.iter_mut().zip(&text.as_bytes()[..end]) {
         *t = b as c_char;
     }
+    to[end] = 0;
 }
 
 /// # Safety
@@ -193,7 +210,7 @@ pub unsafe fn workspace_size<O: Op>(
 ) -> pkv_status {
     // SAFETY: by contract; `O::validate` trusts the pointers inside params as the header promises them.
     unsafe {
-        guard(err, || {
+        guard_logged(ctx.as_ref().map(|c| &c.0.log), err, || {
             let ctx = &handle(ctx, "ctx")?.0;
             let params = read(params, "params")?;
             let bytes = out(bytes, "bytes")?;
@@ -217,12 +234,59 @@ pub unsafe fn call<O: Op>(
 ) -> pkv_status {
     // SAFETY: by contract; `O::validate` trusts the pointers inside params as the header promises them.
     unsafe {
-        guard(err, || {
+        guard_logged(ctx.as_ref().map(|c| &c.0.log), err, || {
             let ctx = &handle(ctx, "ctx")?.0;
             let params = read(params, "params")?;
             ctx.check_stream(stream)?;
             let args = O::validate(ctx, &params, ctx.call_mode())?;
             plan::run::<O>(ctx, &args, Stream(stream.native), workspace)
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::abi::context as abi;
+    use std::ffi::{CStr, c_void};
+
+    unsafe extern "C" fn keep(user: *mut c_void, level: i32, _target: *const c_char, message: *const c_char) {
+        // SAFETY: `user` is the Vec below, `message` a C string.
+        unsafe {
+            (*user.cast::<Vec<(i32, String)>>()).push((level, CStr::from_ptr(message).to_str().unwrap().to_string()))
+        };
+    }
+
+    #[test]
+    fn a_panic_becomes_a_status_and_a_log_line() {
+        let mut lines: Vec<(i32, String)> = Vec::new();
+        // SAFETY: all-zero options but the fields that must be set.
+        let mut options = unsafe { std::mem::zeroed::<abi::pkv_context_options>() };
+        options.struct_size = size_of_val(&options);
+        options.abi_version = version::PKV_ABI_VERSION;
+        options.log_level = abi::PKV_LOG_ERROR;
+        options.log = Some(keep);
+        options.log_user = (&raw mut lines).cast();
+        let ctx = crate::context::Context::new(Some(&options)).unwrap();
+        let mut err = pkv_error {
+            struct_size: size_of::<pkv_error>(),
+            status: 0,
+            native_code: 0,
+            argument: [0; 48],
+            message: [0; 448],
+        };
+        // SAFETY: a live pkv_error.
+        let status = unsafe { guard_logged(Some(&ctx.log), &mut err, || panic!("number {}", 7)) };
+        assert_eq!((status, err.status), (status::PKV_ERR_INTERNAL, status::PKV_ERR_INTERNAL));
+        // SAFETY: report ends its texts with a NUL.
+        assert_eq!(unsafe { CStr::from_ptr(err.message.as_ptr()) }.to_str().unwrap(), "panic: number 7");
+        assert_eq!(lines, [(abi::PKV_LOG_ERROR, "panic: number 7".to_string())]);
+    }
+
+    #[test]
+    fn texts_are_cut_between_characters() {
+        let mut to = [1 as c_char; 4];
+        copy_text(&mut to, "abé");
+        assert_eq!(to.map(|c| c as u8), [b'a', b'b', 0, 1]);
     }
 }
