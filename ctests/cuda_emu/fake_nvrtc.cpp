@@ -1,0 +1,113 @@
+// A fake NVRTC, `libnvrtc.so.13`: "compiles" to the image that fake_cuda.cpp loads. What a compiler would refuse for
+// lack of files is refused here too: every #include of the program, and of what it includes, must have been handed
+// over.
+//
+// Environment: PKV_EMU_NVRTC_FAIL=1 makes every compilation fail. pkv_emu_nvrtc_count(): compilations so far.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <regex>
+#include <set>
+#include <string>
+
+enum Result { OK = 0, INVALID_INPUT = 3, INVALID_OPTION = 5, COMPILATION = 6 };
+
+struct Program {
+    std::string name, source, image, log;
+    std::map<std::string, std::string> headers;
+};
+
+static std::atomic<long> compilations;
+
+static bool resolve(const Program &p, const std::string &text, std::set<std::string> &seen, std::string &log) {
+    static const std::regex include("(^|\n)[ \t]*#[ \t]*include[ \t]*[\"<]([^\">]+)[\">]");
+    for (std::sregex_iterator it(text.begin(), text.end(), include), end; it != end; ++it) {
+        const std::string name = (*it)[2];
+        if (name == "cuda_emu.h" || !seen.insert(name).second) continue; // behind #ifdef PKV_EMULATE
+        auto header = p.headers.find(name);
+        if (header == p.headers.end()) {
+            log += p.name + ": error: cannot open source file \"" + name + "\"\n";
+            return false;
+        }
+        if (!resolve(p, header->second, seen, log)) return false;
+    }
+    return true;
+}
+
+extern "C" {
+
+long pkv_emu_nvrtc_count() { return compilations; }
+
+int nvrtcVersion(int *major, int *minor) {
+    *major = 13;
+    *minor = 0;
+    return OK;
+}
+const char *nvrtcGetErrorString(int code) {
+    return code == OK ? "NVRTC_SUCCESS" : code == COMPILATION ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR";
+}
+int nvrtcCreateProgram(Program **out, const char *source, const char *name, int count, const char *const *headers,
+                       const char *const *names) {
+    if (!out || !source) return INVALID_INPUT;
+    auto *p = new Program{name ? name : "default_program", source, {}, {}, {}};
+    for (int i = 0; i < count; i++) p->headers[names[i]] = headers[i];
+    *out = p;
+    return OK;
+}
+int nvrtcCompileProgram(Program *p, int count, const char *const *options) {
+    compilations++;
+    int arch = 0;
+    for (int i = 0; i < count; i++) {
+        if (sscanf(options[i], "--gpu-architecture=sm_%d", &arch) == 1) continue;
+        if (strncmp(options[i], "--std=", 6) != 0 && strncmp(options[i], "--fmad=", 7) != 0 &&
+            strncmp(options[i], "-D", 2) != 0) {
+            p->log = "unknown option " + std::string(options[i]);
+            return INVALID_OPTION;
+        }
+    }
+    if (!arch) {
+        p->log = "no architecture";
+        return INVALID_OPTION;
+    }
+    std::set<std::string> seen;
+    if (!resolve(*p, p->source, seen, p->log)) return COMPILATION;
+    if (const char *fail = getenv("PKV_EMU_NVRTC_FAIL"); fail && *fail == '1') {
+        p->log = p->name + "(1): error: told to fail\n";
+        return COMPILATION;
+    }
+    unsigned long long hash = 14695981039346656037ull;
+    auto add = [&](const std::string &text) {
+        for (unsigned char c : text) hash = (hash ^ c) * 1099511628211ull;
+    };
+    add(p->source);
+    for (auto &[name, text] : p->headers) add(text);
+    char image[256];
+    snprintf(image, sizeof image, "PKVEMU1 %s %d %016llx\n", p->name.c_str(), arch, hash);
+    p->image = image;
+    return OK;
+}
+int nvrtcGetCUBINSize(Program *p, size_t *size) {
+    *size = p->image.size() + 1;
+    return OK;
+}
+int nvrtcGetCUBIN(Program *p, char *image) {
+    memcpy(image, p->image.c_str(), p->image.size() + 1);
+    return OK;
+}
+int nvrtcGetProgramLogSize(Program *p, size_t *size) {
+    *size = p->log.size() + 1;
+    return OK;
+}
+int nvrtcGetProgramLog(Program *p, char *log) {
+    memcpy(log, p->log.c_str(), p->log.size() + 1);
+    return OK;
+}
+int nvrtcDestroyProgram(Program **p) {
+    delete *p;
+    *p = nullptr;
+    return OK;
+}
+
+} // extern "C"
