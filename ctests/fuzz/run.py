@@ -9,6 +9,7 @@ To run one input again: target/fuzz/TRIPLE/release/TARGET PATH.
 """
 import os
 import pathlib
+import random
 import re
 import subprocess
 import sys
@@ -42,10 +43,15 @@ def fuzz(binary, seconds):
     corpus, artifacts = OUT / "corpus" / binary.name, OUT / "artifacts" / binary.name
     for folder in (corpus, artifacts):
         folder.mkdir(parents=True, exist_ok=True)
+    if not any(corpus.iterdir()):
+        # Random inputs to start from: libFuzzer's own start with a few bytes, where every choice is the plain one.
+        for i in range(256):
+            (corpus / f"seed-{i}").write_bytes(random.Random(i).randbytes(40 * (1 + i % 12)))
     log = OUT / f"{binary.name}.log"
     with open(log, "w") as stderr:
         status = subprocess.run(
-            [binary, f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=4096", "-max_len=8192", "-print_final_stats=1", f"-artifact_prefix={artifacts}/", corpus],
+            [binary, f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=4096", "-max_len=2048", "-len_control=0", "-print_final_stats=1",
+             f"-artifact_prefix={artifacts}/", corpus],
             stderr=stderr, stdout=stderr).returncode
     text = log.read_text(errors="replace")
     runs = re.findall(r"number_of_executed_units: (\d+)", text)

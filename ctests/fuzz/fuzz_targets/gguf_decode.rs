@@ -11,7 +11,8 @@ fuzz_target!(|input: &[u8]| -> Corpus {
     // The first byte chooses the format, as an id half of the time; the next two the room for results.
     let Some((&[id, low, high], row)) = input.split_first_chunk() else { return Corpus::Reject };
     let room = usize::from(u16::from_le_bytes([low, high])) % 4096;
-    let Some(format) = (if id < 128 { format(i32::from(id)) } else { FORMATS.get(usize::from(id) % FORMATS.len()) }) else {
+    let Some(format) = (if id < 128 { format(i32::from(id)) } else { FORMATS.get(usize::from(id) % FORMATS.len()) })
+    else {
         return Corpus::Reject;
     };
 
