@@ -16,9 +16,10 @@ fn main() {
         println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libpagedkv.so.{major}");
     }
 
-    // Read by `pkv_build_info`. A source archive has no git directory, and says so.
-    let commit = git(&["describe", "--always", "--dirty", "--match=v*"]);
-    println!("cargo::rustc-env=PAGEDKV_GIT={}", commit.as_deref().unwrap_or("unknown"));
+    // Read by `pkv_build_info`; a source archive has no git directory.
+    if let Some(commit) = git(&["describe", "--always", "--dirty", "--match=v*"]) {
+        println!("cargo::rustc-env=PAGEDKV_GIT={commit}");
+    }
     for file in ["HEAD", "logs/HEAD"] {
         if let Some(path) = git(&["rev-parse", "--git-path", file]).filter(|path| std::path::Path::new(path).exists()) {
             println!("cargo::rerun-if-changed={path}");

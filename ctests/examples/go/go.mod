@@ -1,0 +1,3 @@
+module pagedkv.example
+
+go 1.21
