@@ -6,8 +6,7 @@ use super::{guard, handle, out, read};
 use crate::error::Error;
 use crate::gguf;
 use crate::weight::Weight;
-use std::ffi::{CString, c_char, c_void};
-use std::sync::LazyLock;
+use std::ffi::{c_char, c_void};
 
 /// Encodings carry GGUF's own type ids (ggml_type in ggml.h).
 pub const PKV_GGUF_F32: i32 = 0;
@@ -92,10 +91,6 @@ pub unsafe extern "C" fn pkv_gguf_weight_destroy(weight: *mut pkv_gguf_weight) {
     }
 }
 
-/// The formats' names as C wants them, in the table's order.
-static NAMES: LazyLock<Vec<CString>> =
-    LazyLock::new(|| gguf::FORMATS.iter().map(|f| CString::new(f.name).unwrap_or_default()).collect());
-
 /// Name ("Q4_K"; never freed), elements and bytes of an encoding's block; any output may be NULL. PKV_ERR_UNSUPPORTED for an encoding that is not built.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pkv_gguf_encoding_info(
@@ -107,11 +102,9 @@ pub unsafe extern "C" fn pkv_gguf_encoding_info(
     // SAFETY: the caller's contract is the header's.
     unsafe {
         guard(std::ptr::null_mut(), || {
-            let index = gguf::FORMATS.iter().position(|f| f.id == encoding);
-            let index = index.ok_or_else(|| Error::unsupported("encoding", "is not built"))?;
-            let format = &gguf::FORMATS[index];
+            let format = gguf::format(encoding).ok_or_else(|| Error::unsupported("encoding", "is not built"))?;
             if let Some(n) = name.as_mut() {
-                *n = NAMES[index].as_ptr();
+                *n = format.c_name.as_ptr();
             }
             if let Some(n) = block_elements.as_mut() {
                 *n = format.block_elements as u32;
