@@ -177,9 +177,9 @@ impl Cache {
             let row = self.row(0, layer, block, slot) * size;
             let bytes = self.row_len() * size;
             self.blocks.bytes_mut()[row..][..bytes].fill(0xff);
-            if self.scales.is_some() {
-                let row = self.scale_row(0, layer, block, slot) * 4;
-                self.scales.as_mut().unwrap().bytes_mut()[row..][..4].fill(0xff);
+            let scale_row = self.scales.as_ref().map(|_| self.scale_row(0, layer, block, slot) * 4);
+            if let (Some(scales), Some(row)) = (&mut self.scales, scale_row) {
+                scales.bytes_mut()[row..][..4].fill(0xff);
             }
         }
     }
