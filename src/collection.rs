@@ -3,6 +3,7 @@
 use crate::abi::collection::{pkv_cache_view, pkv_collection, pkv_collection_options};
 use crate::abi::types::{pkv_buffer, pkv_tensor};
 use crate::context::{Backend, Context};
+use crate::cpu::isa::Isa;
 use crate::dtype::{DType, Element, Plain};
 use crate::error::{Error, Result};
 use crate::view::check_pointer;
@@ -132,6 +133,7 @@ enum Storage {
 #[derive(Debug)]
 pub struct Collection {
     context_id: u64,
+    isa: Isa,
     shape: Shape,
     /// As given, so that `info` gives back what `create` took.
     given_granularity: u32,
@@ -178,6 +180,7 @@ impl Collection {
         };
         Ok(Collection {
             context_id: ctx.id(),
+            isa: ctx.isa,
             shape,
             given_granularity: options.quantization_granularity,
             blocks,
@@ -237,6 +240,7 @@ impl Collection {
         };
         Ok(Cache {
             shape: *s,
+            isa: self.isa,
             // SAFETY: the plane lies within the first block.
             blocks: unsafe { self.blocks.add(plane * page * s.dtype.size()) },
             scales,
@@ -268,6 +272,8 @@ fn borrow(buffer: &pkv_buffer, needed: usize, align: usize, ctx: &Context, name:
 #[derive(Clone, Copy, Debug)]
 pub struct Cache {
     pub shape: Shape,
+    /// What the CPU kernels convert its rows with.
+    pub isa: Isa,
     blocks: *mut u8,
     scales: *mut u8,
     /// Elements from one block to the next.

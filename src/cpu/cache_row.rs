@@ -1,5 +1,6 @@
 //! Rows of the cache from and to f32: the one place where values are cast, quantised and dequantised.
 
+use super::simd::{self, Kernel, Simd, load_slice, store_slice};
 use crate::collection::Cache;
 use crate::dtype::{DType, Element};
 use crate::with_cache_dtype;
@@ -10,27 +11,7 @@ use crate::with_cache_dtype;
 /// # Safety
 /// Host storage; nobody else uses the slot meanwhile.
 pub unsafe fn write_head(cache: &Cache, block: usize, slot: usize, head: usize, x: &[f32]) {
-    debug_assert_eq!(x.len(), cache.head_size);
-    with_cache_dtype!(cache.dtype, T => {
-        // SAFETY: by contract.
-        let row = unsafe { &mut cache.row_mut::<T>(block, slot)[head * cache.head_size..][..cache.head_size] };
-        if cache.groups == 0 {
-            row.iter_mut().zip(x).for_each(|(y, &x)| *y = T::from_f32(x));
-            return;
-        }
-        for (g, (row, x)) in row.chunks_mut(cache.granularity).zip(x.chunks(cache.granularity)).enumerate() {
-            let s = group_scale(x, cache.dtype);
-            // SAFETY: by contract.
-            let s = unsafe { cache.set_scale(block, slot, head, g, s) };
-            row.iter_mut().zip(x).for_each(|(y, &x)| *y = T::from_f32(x / s));
-        }
-    })
-}
-
-fn group_scale(x: &[f32], dtype: DType) -> f32 {
-    let amax = x.iter().map(|x| x.abs()).filter(|x| x.is_finite()).fold(0.0, f32::max);
-    let s = amax / dtype.fp8_max();
-    if s < f32::MIN_POSITIVE { 1.0 } else { s }
+    simd::run(cache.isa, Write { cache, block, slot, heads: head..head + 1, x });
 }
 
 /// Write a token's row of all heads, `x [num_heads * head_size]`.
@@ -38,10 +19,7 @@ fn group_scale(x: &[f32], dtype: DType) -> f32 {
 /// # Safety
 /// Host storage; nobody else uses the slot meanwhile.
 pub unsafe fn write_row(cache: &Cache, block: usize, slot: usize, x: &[f32]) {
-    for (head, x) in x.chunks_exact(cache.head_size).enumerate() {
-        // SAFETY: by contract.
-        unsafe { write_head(cache, block, slot, head, x) };
-    }
+    simd::run(cache.isa, Write { cache, block, slot, heads: 0..cache.num_heads, x });
 }
 
 /// Read one head's row to f32, dequantised.
@@ -49,19 +27,7 @@ pub unsafe fn write_row(cache: &Cache, block: usize, slot: usize, x: &[f32]) {
 /// # Safety
 /// Host storage; nobody writes the slot meanwhile.
 pub unsafe fn read_head(cache: &Cache, block: usize, slot: usize, head: usize, out: &mut [f32]) {
-    debug_assert_eq!(out.len(), cache.head_size);
-    with_cache_dtype!(cache.dtype, T => {
-        // SAFETY: by contract.
-        let row = unsafe { &cache.row::<T>(block, slot)[head * cache.head_size..][..cache.head_size] };
-        out.iter_mut().zip(row).for_each(|(y, x)| *y = x.to_f32());
-    });
-    if cache.groups > 0 {
-        for (g, out) in out.chunks_mut(cache.granularity).enumerate() {
-            // SAFETY: by contract.
-            let s = unsafe { cache.scale(block, slot, head, g) };
-            out.iter_mut().for_each(|y| *y *= s);
-        }
-    }
+    simd::run(cache.isa, Read { cache, block, slot, heads: head..head + 1, out });
 }
 
 /// Read a token's row of all heads.
@@ -69,8 +35,147 @@ pub unsafe fn read_head(cache: &Cache, block: usize, slot: usize, head: usize, o
 /// # Safety
 /// Host storage; nobody writes the slot meanwhile.
 pub unsafe fn read_row(cache: &Cache, block: usize, slot: usize, out: &mut [f32]) {
-    for (head, out) in out.chunks_exact_mut(cache.head_size).enumerate() {
+    simd::run(cache.isa, Read { cache, block, slot, heads: 0..cache.num_heads, out });
+}
+
+struct Write<'a> {
+    cache: &'a Cache,
+    block: usize,
+    slot: usize,
+    heads: std::ops::Range<usize>,
+    x: &'a [f32],
+}
+
+impl Kernel for Write<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        // SAFETY: the contract of the functions that make one.
+        unsafe { write_heads(s, self.cache, self.block, self.slot, self.heads, self.x) }
+    }
+}
+
+struct Read<'a> {
+    cache: &'a Cache,
+    block: usize,
+    slot: usize,
+    heads: std::ops::Range<usize>,
+    out: &'a mut [f32],
+}
+
+impl Kernel for Read<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        // SAFETY: the contract of the functions that make one.
+        unsafe { read_heads(s, self.cache, self.block, self.slot, self.heads, self.out) }
+    }
+}
+
+/// The same inside a kernel: rows of some heads, one after the other in `x`.
+///
+/// # Safety
+/// As [`write_row`].
+#[inline(always)]
+pub unsafe fn write_heads<S: Simd>(
+    s: S,
+    cache: &Cache,
+    block: usize,
+    slot: usize,
+    heads: std::ops::Range<usize>,
+    x: &[f32],
+) {
+    debug_assert_eq!(x.len(), heads.len() * cache.head_size);
+    with_cache_dtype!(cache.dtype, T => {
         // SAFETY: by contract.
-        unsafe { read_head(cache, block, slot, head, out) };
+        let rows = unsafe { cache.row_mut::<T>(block, slot) };
+        let rows = &mut rows[heads.start * cache.head_size..][..x.len()];
+        if cache.groups == 0 {
+            store_slice(s, x, rows);
+            return;
+        }
+        for (head, (row, x)) in heads.zip(rows.chunks_exact_mut(cache.head_size).zip(x.chunks_exact(cache.head_size))) {
+            for (g, (row, x)) in row.chunks_mut(cache.granularity).zip(x.chunks(cache.granularity)).enumerate() {
+                let scale = group_scale(s, x, cache.dtype);
+                // SAFETY: by contract.
+                let scale = unsafe { cache.set_scale(block, slot, head, g, scale) };
+                quantize(s, x, scale, row);
+            }
+        }
+    })
+}
+
+/// As [`write_heads`], the other way.
+///
+/// # Safety
+/// As [`read_row`].
+#[inline(always)]
+pub unsafe fn read_heads<S: Simd>(
+    s: S,
+    cache: &Cache,
+    block: usize,
+    slot: usize,
+    heads: std::ops::Range<usize>,
+    out: &mut [f32],
+) {
+    debug_assert_eq!(out.len(), heads.len() * cache.head_size);
+    with_cache_dtype!(cache.dtype, T => {
+        // SAFETY: by contract.
+        let rows = unsafe { &cache.row::<T>(block, slot)[heads.start * cache.head_size..][..out.len()] };
+        if cache.groups == 0 {
+            load_slice(s, rows, out);
+            return;
+        }
+        for (head, (row, out)) in heads.zip(rows.chunks_exact(cache.head_size).zip(out.chunks_exact_mut(cache.head_size))) {
+            for (g, (row, out)) in row.chunks(cache.granularity).zip(out.chunks_mut(cache.granularity)).enumerate() {
+                // SAFETY: by contract.
+                let scale = unsafe { cache.scale(block, slot, head, g) };
+                dequantize(s, row, scale, out);
+            }
+        }
+    })
+}
+
+/// `amax / FP8_MAX` over the finite elements, 1 where that is below 2^-126.
+#[inline(always)]
+pub fn group_scale<S: Simd>(s: S, x: &[f32], dtype: DType) -> f32 {
+    let (chunks, rest) = x.as_chunks();
+    let mut amax = s.splat(0.0);
+    for x in chunks {
+        amax = s.max(amax, s.finite_abs(s.load(x)));
+    }
+    let mut top = 0.0f32;
+    for x in s.to_array(amax).iter().chain(rest) {
+        if x.is_finite() && x.abs() > top {
+            top = x.abs();
+        }
+    }
+    let scale = top / dtype.fp8_max();
+    if scale < f32::MIN_POSITIVE { 1.0 } else { scale }
+}
+
+/// `cast(x / scale)`
+#[inline(always)]
+fn quantize<S: Simd, T: Element>(s: S, x: &[f32], scale: f32, y: &mut [T]) {
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks_mut());
+    let divisor = s.splat(scale);
+    for (x, y) in x.iter().zip(y) {
+        s.store(y, s.div(s.load(x), divisor));
+    }
+    for (x, y) in x_rest.iter().zip(y_rest) {
+        *y = T::from_f32(x / scale);
+    }
+}
+
+/// `x * scale`
+#[inline(always)]
+fn dequantize<S: Simd, T: Element>(s: S, x: &[T], scale: f32, y: &mut [f32]) {
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks_mut());
+    let factor = s.splat(scale);
+    for (x, y) in x.iter().zip(y) {
+        s.store(y, s.mul(s.load(x), factor));
+    }
+    for (x, y) in x_rest.iter().zip(y_rest) {
+        *y = x.to_f32() * scale;
     }
 }

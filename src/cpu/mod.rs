@@ -9,6 +9,8 @@ pub mod merge_attention;
 pub mod mla_indexer_fp8;
 pub mod mla_prefill_fp8;
 pub mod mla_rope_rmsnorm_quantize;
+pub mod mla_row;
 pub mod parallel;
 pub mod qkv_matmul_gguf;
 pub mod reference;
+pub mod simd;

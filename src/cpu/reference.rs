@@ -1,6 +1,6 @@
 //! The plain versions: one loop a definition, sums in f64, one thread. They never refuse and define what the fast ones are tested against.
 
-use super::cache_row;
+use crate::collection::Cache;
 use crate::context::Context;
 use crate::dtype::{DType, E4m3, Element};
 use crate::error::Result;
@@ -15,8 +15,8 @@ use crate::op::mla_rope_rmsnorm_quantize::{self, MlaRopeRmsnormQuantize};
 use crate::op::qkv_matmul_gguf::{self, Compute, Projection, QkvMatmulGguf};
 use crate::plan::{Impl, Stream};
 use crate::view::View;
-use crate::with_float;
 use crate::workspace::Arena;
+use crate::{with_cache_dtype, with_float};
 
 macro_rules! reference {
     ($run:ident) => {
@@ -51,13 +51,78 @@ fn round(dtype: DType, x: f32) -> f32 {
     with_float!(dtype, T => T::from_f32(x).to_f32())
 }
 
+/// Write one head's row `x [head_size]` as the cache's dtype wants; with scales, quantise each group:
+/// `s = amax / FP8_MAX` over the finite elements, 1 where that is below 2^-126; `code = cast(x / s)` with the scale as stored.
+///
+/// # Safety
+/// Host storage; nobody else uses the slot meanwhile.
+unsafe fn write_head(cache: &Cache, block: usize, slot: usize, head: usize, x: &[f32]) {
+    with_cache_dtype!(cache.dtype, T => {
+        // SAFETY: by contract.
+        let row = unsafe { &mut cache.row_mut::<T>(block, slot)[head * cache.head_size..][..cache.head_size] };
+        if cache.groups == 0 {
+            row.iter_mut().zip(x).for_each(|(y, &x)| *y = T::from_f32(x));
+            return;
+        }
+        for (g, (row, x)) in row.chunks_mut(cache.granularity).zip(x.chunks(cache.granularity)).enumerate() {
+            let amax = x.iter().map(|x| x.abs()).filter(|x| x.is_finite()).fold(0.0, f32::max);
+            let s = amax / cache.dtype.fp8_max();
+            let s = if s < f32::MIN_POSITIVE { 1.0 } else { s };
+            // SAFETY: by contract.
+            let s = unsafe { cache.set_scale(block, slot, head, g, s) };
+            row.iter_mut().zip(x).for_each(|(y, &x)| *y = T::from_f32(x / s));
+        }
+    })
+}
+
+/// Write a token's row of all heads, `x [num_heads * head_size]`.
+///
+/// # Safety
+/// As [`write_head`].
+unsafe fn write_row(cache: &Cache, block: usize, slot: usize, x: &[f32]) {
+    for (head, x) in x.chunks_exact(cache.head_size).enumerate() {
+        // SAFETY: by contract.
+        unsafe { write_head(cache, block, slot, head, x) };
+    }
+}
+
+/// Read one head's row to f32, dequantised.
+///
+/// # Safety
+/// Host storage; nobody writes the slot meanwhile.
+unsafe fn read_head(cache: &Cache, block: usize, slot: usize, head: usize, out: &mut [f32]) {
+    with_cache_dtype!(cache.dtype, T => {
+        // SAFETY: by contract.
+        let row = unsafe { &cache.row::<T>(block, slot)[head * cache.head_size..][..cache.head_size] };
+        out.iter_mut().zip(row).for_each(|(y, x)| *y = x.to_f32());
+    });
+    if cache.groups > 0 {
+        for (g, out) in out.chunks_mut(cache.granularity).enumerate() {
+            // SAFETY: by contract.
+            let s = unsafe { cache.scale(block, slot, head, g) };
+            out.iter_mut().for_each(|y| *y *= s);
+        }
+    }
+}
+
+/// Read a token's row of all heads.
+///
+/// # Safety
+/// As [`read_head`].
+unsafe fn read_row(cache: &Cache, block: usize, slot: usize, out: &mut [f32]) {
+    for (head, out) in out.chunks_exact_mut(cache.head_size).enumerate() {
+        // SAFETY: by contract.
+        unsafe { read_head(cache, block, slot, head, out) };
+    }
+}
+
 fn kv_store(_: &Context, a: &kv_store::Args<'_>, _: &mut Arena, _: Stream) -> Result<()> {
     for t in 0..a.batch.tokens() {
         let (b, p) = a.batch.position(t);
         let (block, slot) = a.batch.locate(b, p);
         for h in 0..a.cache.num_heads {
             // SAFETY: the slot is this token's alone.
-            unsafe { cache_row::write_head(&a.cache, block, slot, h, &load(&a.values, [t, h])) };
+            unsafe { write_head(&a.cache, block, slot, h, &load(&a.values, [t, h])) };
         }
     }
     Ok(())
@@ -70,7 +135,7 @@ fn kv_gather(_: &Context, a: &kv_gather::Args<'_>, _: &mut Arena, _: Stream) -> 
         let (block, slot) = a.batch.locate(b, p);
         for h in 0..a.cache.num_heads {
             // SAFETY: nobody writes the cache during the call.
-            unsafe { cache_row::read_head(&a.cache, block, slot, h, &mut x) };
+            unsafe { read_head(&a.cache, block, slot, h, &mut x) };
             store(&a.out, [r, h], x.iter().copied());
         }
     }
@@ -115,7 +180,7 @@ fn rotate(x: &mut [f32], freqs: &[f32], rope: Rope, dtype: DType) {
 }
 
 /// A finished MLA row: the latent part normed, rounded to dtype, times gamma, rounded again (MAX's order); the rest roped.
-fn finish_row(row: &mut [f32], gamma: &[f32], epsilon: f32, freqs: &[f32], rope: Rope, dtype: DType) {
+pub fn finish_row(row: &mut [f32], gamma: &[f32], epsilon: f32, freqs: &[f32], rope: Rope, dtype: DType) {
     let (latent, roped) = row.split_at_mut(gamma.len());
     let mean = latent.iter().map(|&x| x as f64 * x as f64).sum::<f64>() / latent.len() as f64;
     let root = (mean as f32 + epsilon).sqrt();
@@ -144,7 +209,7 @@ fn mla_rope_rmsnorm_quantize(
         let mut row = load(&a.kv, [t]);
         finish_row(&mut row, &gamma, a.epsilon, &freqs, a.rope, a.kv.dtype);
         // SAFETY: the slot is this token's alone.
-        unsafe { cache_row::write_row(&a.cache, block, slot, &row) };
+        unsafe { write_row(&a.cache, block, slot, &row) };
     }
     Ok(())
 }
@@ -172,13 +237,13 @@ fn mla_prefill_fp8(_: &Context, a: &mla_prefill_fp8::Args<'_>, _: &mut Arena, _:
                 None => {
                     let mut row = vec![0.0; a.cache.head_size];
                     // SAFETY: host memory of one thread.
-                    unsafe { cache_row::read_row(&a.cache, block, slot, &mut row) };
+                    unsafe { read_row(&a.cache, block, slot, &mut row) };
                     row
                 }
             };
             finish_row(&mut row, &gamma, f.epsilon, &freqs, f.rope, dtype);
             // SAFETY: the slot is this token's alone.
-            unsafe { cache_row::write_row(&a.cache, block, slot, &row) };
+            unsafe { write_row(&a.cache, block, slot, &row) };
         }
     }
 
@@ -192,7 +257,7 @@ fn mla_prefill_fp8(_: &Context, a: &mla_prefill_fp8::Args<'_>, _: &mut Arena, _:
         let (block, slot) = a.batch.locate(b, p);
         let mut row = vec![0.0; a.cache.head_size];
         // SAFETY: nobody writes the cache any more.
-        unsafe { cache_row::read_row(&a.cache, block, slot, &mut row) };
+        unsafe { read_row(&a.cache, block, slot, &mut row) };
         row.iter_mut().for_each(|x| *x = round(dtype, *x));
         k_rope[r * a.rope_dim..][..a.rope_dim].copy_from_slice(&row[latent..]);
         let groups: Vec<(f32, Vec<f32>)> = row[..latent].chunks(SCALE_BLOCK).map(quantize_group).collect();
@@ -325,7 +390,7 @@ fn qkv_matmul_gguf(_: &Context, a: &qkv_matmul_gguf::Args<'_>, _: &mut Arena, _:
         store(&a.q_output, [t], project(&a.q, a.compute, &x));
         for (projection, cache) in [(&a.k, &a.k_cache), (&a.v, &a.v_cache)] {
             // SAFETY: the slot is this token's alone.
-            unsafe { cache_row::write_row(cache, block, slot, &project(projection, a.compute, &x)) };
+            unsafe { write_row(cache, block, slot, &project(projection, a.compute, &x)) };
         }
     }
     Ok(())
