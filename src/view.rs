@@ -166,12 +166,9 @@ impl TensorArg<'_> {
             let reach = shape[d].saturating_sub(1).checked_mul(stride[d]).ok_or_else(overflow)?;
             span = span.checked_add(reach).ok_or_else(overflow)?;
         }
-        let bytes = span
-            .max(elements.min(span))
-            .checked_mul(dtype.size())
-            .filter(|&b| b <= isize::MAX as usize)
-            .ok_or_else(overflow)?;
-        elements.checked_mul(dtype.size()).filter(|&b| b <= isize::MAX as usize).ok_or_else(overflow)?;
+        let fits = |n: usize| n.checked_mul(dtype.size()).filter(|&b| b <= isize::MAX as usize);
+        let bytes = fits(span).ok_or_else(overflow)?;
+        fits(elements).ok_or_else(overflow)?;
         if access == Access::Write && !empty {
             check_no_self_overlap(&shape, &stride, name)?;
         }
