@@ -209,13 +209,16 @@ def static_link_line():
 # Subcommands
 
 def demo(*args):
-    example = CTESTS / "examples/cpp"
+    """The C++ example on the model it fetches, or on the .gguf file or made-up model that the arguments name."""
     print("building the library and the example ...", flush=True)
     build_ctests(target="example_cpp")
-    fetch = subprocess.run([pip()[0], example / "fetch_model.py", TARGET / "models"], stdout=subprocess.PIPE, text=True)
-    if fetch.returncode:
-        return fetch.returncode
-    return subprocess.run([TARGET / "ctests/example_cpp", fetch.stdout.strip().splitlines()[-1], *args]).returncode
+    model = []
+    if not any(argument in ("--synthetic", "--help") or argument.endswith(".gguf") for argument in args):
+        fetch = subprocess.run([pip()[0], CTESTS / "examples/cpp/fetch_model.py", TARGET / "models"], stdout=subprocess.PIPE, text=True)
+        if fetch.returncode:
+            return fetch.returncode
+        model = [fetch.stdout.strip().splitlines()[-1]]
+    return subprocess.run([TARGET / "ctests/example_cpp", *args, *model]).returncode
 
 
 def test():
@@ -288,9 +291,10 @@ def main():
     takes_arguments = sys.argv[1] in ("demo", "fuzz", "bench", "gpu-check")
     if sys.argv[2:] and not takes_arguments:
         sys.exit(f"{sys.argv[1]} takes no arguments")
+    arguments = [str(Path(argument).resolve()) if argument.endswith(".gguf") else argument for argument in sys.argv[2:]]
     os.chdir(ROOT)
     try:
-        sys.exit(commands[sys.argv[1]](*sys.argv[2:]))
+        sys.exit(commands[sys.argv[1]](*arguments))
     except Failed as problem:
         sys.exit(str(problem))
 

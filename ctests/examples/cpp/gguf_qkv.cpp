@@ -1,7 +1,12 @@
 // The attention projections of a real GGUF model, computed by pagedkv into a paged KV collection, and checked.
 //
-//   c++ -std=c++17 -O2 -I include ctests/examples/cpp/gguf_qkv.cpp -L target/release -lpagedkv -o gguf_qkv
-//   python3 ctests/examples/cpp/fetch_model.py target/models      (Gemma 3 270M, Gemma Terms of Use)
+//   python3 ctests/run.py demo [OPTIONS] [MODEL.gguf]      builds everything and, without a model, fetches Gemma 3 270M
+//
+// or by hand:
+//
+//   cargo build --release
+//   c++ -std=c++17 -O2 -I include ctests/examples/cpp/gguf_qkv.cpp target/release/libpagedkv.a -lpthread -ldl -lm -o gguf_qkv
+//   python3 ctests/examples/cpp/fetch_model.py target/models      (Gemma 3 270M, under the Gemma Terms of Use)
 //   ./gguf_qkv target/models/gemma-3-270m-q4_k_m.gguf
 //
 // The program maps the file, hands the Q, K and V weights of every layer to the library, and runs a ragged batch of sequences

@@ -1,7 +1,8 @@
 // One attention layer of the shape of DeepSeek-V3.2 on pagedkv: cache write, sparse indexer, and a prefill in two chunks that
 // are merged and compared with a prefill in one go. Weights and activations are random; the shapes are the model's.
 //
-//   c++ -std=c++17 -O2 -I include ctests/examples/cpp/mla_layer.cpp -L target/release -lpagedkv -o mla_layer
+//   cargo build --release
+//   c++ -std=c++17 -O2 -I include ctests/examples/cpp/mla_layer.cpp target/release/libpagedkv.a -lpthread -ldl -lm -o mla_layer
 //   ./mla_layer [--heads 16] [--threads 0] [--cache fp8|bf16]
 //
 // 16 heads are one of eight tensor-parallel ranks; --heads 128 is the whole layer. Two collections, one for the latent rows and

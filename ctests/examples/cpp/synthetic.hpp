@@ -90,7 +90,7 @@ inline std::vector<std::uint8_t> synthetic_file() {
         {"Q4_0", "Q4_0", "Q4_0"},   {"Q4_K", "Q4_K", "Q6_K"},     {"Q5_0", "Q5_0", "Q8_0"}, {"Q4_1", "Q5_1", "IQ4_NL"},
         {"Q5_K", "Q3_K", "Q2_K"},   {"IQ4_XS", "MXFP4", "Q5_K"},  {"F16", "BF16", "F32"},
     };
-    constexpr std::uint32_t width = 768, heads = 6, kv_heads = 2, head_size = 128, vocabulary = 512, alignment = 32;
+    constexpr std::uint32_t width = 512, heads = 4, kv_heads = 2, head_size = 128, vocabulary = 512, alignment = 32;
     constexpr std::uint32_t num_layers = sizeof layers / sizeof *layers;
 
     struct Planned { std::string name; const Encoding* encoding; std::uint64_t rows, offset; };
