@@ -1,5 +1,5 @@
-// The yardstick: the product of the same hidden states with the dequantised weights in double precision, and beside it the
-// error that ideal 8-bit activations make, the best that any engine of this kind can do.
+// The yardstick: the product of the same hidden states with the dequantised weights in double precision, and beside it
+// the error that ideal 8-bit activations make: exact arithmetic on codes rounded to nearest.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ struct Errors {
     bool within() const { return library <= bound; }  // false for NaN
 };
 
-// Hidden states of all tokens in double precision, in tiles of tokens so that the product below runs over whole vectors.
+// Hidden states of all tokens in double precision, in tiles of tokens: the product below runs over whole vectors.
 class Activations {
 public:
     static constexpr std::size_t tile = 16;
@@ -48,7 +48,8 @@ private:
         std::vector<double> out(hidden.size());
         for (std::size_t start = 0; start < hidden.size(); start += block) {
             double largest = 0;
-            for (std::size_t i = start; i < start + block; i++) largest = std::max(largest, std::fabs(double{hidden[i]}));
+            for (std::size_t i = start; i < start + block; i++)
+                largest = std::max(largest, std::fabs(double{hidden[i]}));
             double scale = largest / 127;
             for (std::size_t i = start; i < start + block && scale > 0; i++)
                 out[i] = std::nearbyint(hidden[i] / scale) * scale - hidden[i];
@@ -59,8 +60,8 @@ private:
     std::vector<double> rounding32, rounding256;
 };
 
-// Compares `got` ([tokens, weight.rows], what the library computed) with the yardstick, on evenly spaced rows of a large
-// matrix. `storage_rounding` is the relative rounding of the type that the result was kept in (0 for F32).
+// Compares `got` ([tokens, weight.rows], what the library computed) with the yardstick, on evenly spaced rows of a
+// large matrix. `storage_rounding` is the relative rounding of the type that the result was kept in (0 for F32).
 inline Errors compare(const gguf::Matrix& weight, const std::vector<float>& bias, const Activations& x,
                       const std::vector<float>& got, bool exact_compute, double storage_rounding) {
     constexpr std::size_t tile = Activations::tile;
@@ -76,7 +77,8 @@ inline Errors compare(const gguf::Matrix& weight, const std::vector<float>& bias
         for (std::size_t first = 0; first < x.tokens; first += tile) {
             double exact[tile] = {}, error[tile] = {};
             const double* columns = x.exact.data() + first * x.width;
-            const double* rounding = rounds ? x.rounding_of(weight.encoding->activation_block).data() + first * x.width : columns;
+            const double* rounding =
+                rounds ? x.rounding_of(weight.encoding->activation_block).data() + first * x.width : columns;
             for (std::size_t k = 0; k < x.width; k++)
                 for (std::size_t t = 0; t < tile; t++) {
                     exact[t] += row[k] * columns[k * tile + t];
@@ -85,7 +87,8 @@ inline Errors compare(const gguf::Matrix& weight, const std::vector<float>& bias
             for (std::size_t t = 0; t < tile && first + t < x.tokens; t++) {
                 double y = exact[t] + (bias.empty() ? 0 : double{bias[r]});
                 if (!(std::fabs(y) <= FLT_MAX))
-                    throw gguf::Error("tensor " + gguf::File::quoted(weight.name) + " gives results beyond F32: a damaged file");
+                    throw gguf::Error("tensor " + gguf::File::quoted(weight.name) +
+                                      " gives results beyond F32: a damaged file");
                 double difference = got[(first + t) * weight.rows + r] - y;
                 norm += y * y;
                 library += difference * difference;

@@ -1,7 +1,7 @@
-// GGUF's block encodings, decoded element by element in double precision, written for clarity and apart from the library,
-// so that the example's check does not share a decoder with what it checks.
+// GGUF's block encodings, decoded element by element in double precision, written for clarity and apart from the
+// library, so that the example's check does not share a decoder with what it checks.
 //
-// A row is a whole number of blocks. `decode(block, i)` is element i of a block; the block layouts are GGUF's public ones.
+// A row is a whole number of blocks. `decode(block, i)` is element i of a block; block layouts are GGUF's public ones.
 #pragma once
 
 #include <cmath>

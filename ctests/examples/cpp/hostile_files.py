@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Feed damaged GGUF files to the C++ example: each must be read or refused with a message, never crash it.
 
-    python3 hostile_files.py PROGRAM [--count 400]        PROGRAM: gguf_qkv, best built with -fsanitize=address,undefined
+    python3 hostile_files.py PROGRAM [--count 400]      PROGRAM: gguf_qkv, best built with -fsanitize=address,undefined
 
 Files are the program's own synthetic model: cut off at every kind of place, with flipped bits, and with counts, lengths
 and offsets replaced by extreme numbers. Deterministic: the same files in every run.
@@ -22,7 +22,8 @@ class Failure(Exception):
 
 
 def expect(program, path, what, allowed, arguments=("--inspect",)):
-    result = subprocess.run([program, *arguments, str(path)], capture_output=True, text=True, errors="replace", timeout=120)
+    result = subprocess.run([program, *arguments, str(path)], capture_output=True, text=True, errors="replace",
+                            timeout=120)
     message = result.stderr.strip()
     if result.returncode not in allowed or "runtime error" in message or "Sanitizer" in message:
         raise Failure(f"{what}: exit status {result.returncode}, expected {allowed}\n{message[-2000:]}")
@@ -46,7 +47,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         good, bad = folder / "good.gguf", folder / "bad.gguf"
-        subprocess.run([options.program, "--inspect", "--synthetic", "--save", str(good)], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([options.program, "--inspect", "--synthetic", "--save", str(good)], check=True,
+                       stdout=subprocess.DEVNULL)
         data = good.read_bytes()
         header = header_size(data)
         runs = refused = 0
@@ -65,7 +67,7 @@ def main():
         check(b"PK\3\4" + data[4:], "another magic number", (2,))
         check(data[:4] + b"\1\0\0\0" + data[8:], "version 1", (2,))
         check(data[:4] + b"\0\0\0\3" + data[8:], "a big-endian file", (2,))
-        for size in sorted({random.randrange(header) for _ in range(options.count)} | {header - 1, header, len(data) - 64}):
+        for size in [random.randrange(header) for _ in range(options.count)] + [header - 1, header, len(data) - 64]:
             check(data[:size], f"cut off at byte {size}", (2,))
         for _ in range(options.count):
             at, bit = random.randrange(header), random.randrange(8)

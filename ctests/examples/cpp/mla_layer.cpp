@@ -1,13 +1,14 @@
-// One attention layer of the shape of DeepSeek-V3.2 on pagedkv: cache write, sparse indexer, and a prefill in two chunks that
-// are merged and compared with a prefill in one go. Weights and activations are random; the shapes are the model's.
+// One attention layer of the shape of DeepSeek-V3.2 on pagedkv: cache write, sparse indexer, and a prefill in two
+// chunks that are merged and compared with a prefill in one go. Weights and activations are random; the shapes are the
+// model's.
 //
 //   cargo build --release
-//   c++ -std=c++17 -O2 -I include ctests/examples/cpp/mla_layer.cpp target/release/libpagedkv.a -lpthread -ldl -lm -o mla_layer
+//   c++ -std=c++17 -O2 -I include ctests/examples/cpp/mla_layer.cpp target/release/libpagedkv.a -ldl -o mla_layer
 //   ./mla_layer [--heads 16] [--threads 0] [--cache fp8|bf16]
 //
-// 16 heads are one of eight tensor-parallel ranks; --heads 128 is the whole layer. Two collections, one for the latent rows and
-// one for the indexer's keys, share a page table, as in an engine. Exit status: 0 all checks hold, 1 one does not, 2 bad options,
-// 3 a call failed.
+// 16 heads are one of eight tensor-parallel ranks; --heads 128 is the whole layer. Two collections, one for the latent
+// rows and one for the indexer's keys, share a page table, as in an engine. Exit status: 0 all checks hold, 1 one does
+// not, 2 bad options, 3 a call failed.
 
 #include <algorithm>
 #include <chrono>
@@ -134,7 +135,8 @@ struct Layer {
         params.freqs_cis = pkv::tensor(freqs_cis, {freqs_cis.size() / rope, rope});
         params.gamma = pkv::tensor(gamma, {latent});
         params.epsilon = epsilon;
-        run("pkv_mla_rope_rmsnorm_quantize", pkv_mla_rope_rmsnorm_quantize_workspace_size, pkv_mla_rope_rmsnorm_quantize, params);
+        run("pkv_mla_rope_rmsnorm_quantize", pkv_mla_rope_rmsnorm_quantize_workspace_size,
+            pkv_mla_rope_rmsnorm_quantize, params);
     }
 
     // Quantises the new tokens' indexer keys into their cache.
@@ -200,7 +202,9 @@ struct Layer {
         joined.output.resize(a.output.size());
         joined.lse.resize(a.lse.size());
         const std::size_t tokens = a.lse.size() / options.heads;
-        auto output = [&](const Part& part) { return pkv::tensor(part.output.data(), PKV_BF16, {tokens, options.heads, value_size}); };
+        auto output = [&](const Part& part) {
+            return pkv::tensor(part.output.data(), PKV_BF16, {tokens, options.heads, value_size});
+        };
         auto lse = [&](const Part& part) { return pkv::tensor(part.lse, {tokens, options.heads}); };
         auto params = pkv::make<pkv_merge_attention_params>();
         params.output_a = output(a);
@@ -214,9 +218,11 @@ struct Layer {
 
     // Every row of one collection, dequantised, sequence after sequence.
     template <class T>
-    std::vector<T> read_back(const pkv::Collection& collection, const pkv_batch& batch, std::int32_t dtype, std::size_t width) {
+    std::vector<T> read_back(const pkv::Collection& collection, const pkv_batch& batch, std::int32_t dtype,
+                             std::size_t width) {
         std::vector<std::uint32_t> buffer_row_offsets{0}, cache_offsets(sequences.size(), 0);
-        for (const Sequence& sequence : sequences) buffer_row_offsets.push_back(buffer_row_offsets.back() + sequence.length());
+        for (const Sequence& sequence : sequences)
+            buffer_row_offsets.push_back(buffer_row_offsets.back() + sequence.length());
         std::vector<T> rows(buffer_row_offsets.back() * width);
         auto params = pkv::make<pkv_kv_gather_params>();
         params.collection = collection.get();
@@ -243,7 +249,7 @@ pkv::Collection create_cache(const pkv::Context& context, std::uint32_t num_bloc
     return pkv::create_collection(context.get(), options);
 }
 
-// ---- Checks, in double precision and apart from the library -------------------------------------------------------------
+// Checks, in double precision and apart from the library
 
 struct Difference {
     double squares = 0, norm = 0;
@@ -255,7 +261,8 @@ struct Difference {
 };
 
 // The cache rows that one sequence's new tokens should have made: normed latent part, roped tail.
-Difference check_rows(const Layer& layer, const std::vector<std::uint16_t>& kv, const std::vector<std::uint16_t>& cached) {
+Difference check_rows(const Layer& layer, const std::vector<std::uint16_t>& kv,
+                      const std::vector<std::uint16_t>& cached) {
     Difference difference;
     std::size_t token = 0, first_row = 0;
     for (const Sequence& sequence : layer.sequences) {
@@ -280,8 +287,8 @@ Difference check_rows(const Layer& layer, const std::vector<std::uint16_t>& kv, 
 }
 
 // The last new token of each sequence, a few heads, against attention computed from the cached rows and fp8 codes.
-Difference check_attention(const Layer& layer, const std::vector<std::uint16_t>& q, const std::vector<std::uint16_t>& cached,
-                           const Layer::Part& part) {
+Difference check_attention(const Layer& layer, const std::vector<std::uint16_t>& q,
+                           const std::vector<std::uint16_t>& cached, const Layer::Part& part) {
     Difference difference;
     const std::size_t heads = layer.options.heads;
     std::size_t token = 0, first_row = 0;
@@ -296,16 +303,19 @@ Difference check_attention(const Layer& layer, const std::vector<std::uint16_t>&
                 const std::uint16_t* x = &cached[(first_row + r) * row_size + g];
                 float largest = 0;
                 for (std::size_t c = 0; c < 128; c++) largest = std::max(largest, std::fabs(from_bf16(x[c])));
-                const float scale = std::min(largest, 1200.0f) / 448, inverse = 1 / scale;  // in f32: ties must fall the same way
+                const float scale = std::min(largest, 1200.0f) / 448;  // in f32: ties must fall the same way
+                const float inverse = 1 / scale;
                 for (std::size_t c = 0; c < 128; c++)
                     rows[r * latent + g + c] = scale > 0 ? from_e4m3(to_e4m3(from_bf16(x[c]) * inverse)) * scale : 0;
             }
         for (std::size_t h : std::set<std::size_t>{0, heads - 1}) {
             std::vector<double> scores(keys), projected(keys);
-            auto project = [&](std::size_t n) {  // column n of the up-projection for every key, rounded as the library rounds it
+            // Column n of the up-projection for every key, rounded as the library rounds it.
+            auto project = [&](std::size_t n) {
                 for (std::size_t c = 0; c < latent; c++) weights[c] = layer.up.at(n, c);
                 for (std::size_t r = 0; r < keys; r++)
-                    projected[r] = round_bf16(std::inner_product(weights.begin(), weights.end(), &rows[r * latent], 0.0));
+                    projected[r] =
+                        round_bf16(std::inner_product(weights.begin(), weights.end(), &rows[r * latent], 0.0));
             };
             const std::uint16_t* query = &q[(t * heads + h) * query_size];
             for (std::size_t d = 0; d < nope; d++) {
@@ -314,7 +324,8 @@ Difference check_attention(const Layer& layer, const std::vector<std::uint16_t>&
             }
             for (std::size_t r = 0; r < keys; r++)
                 for (std::size_t d = 0; d < rope; d++)
-                    scores[r] += double{from_bf16(query[nope + d])} * from_bf16(cached[(first_row + r) * row_size + latent + d]);
+                    scores[r] +=
+                        double{from_bf16(query[nope + d])} * from_bf16(cached[(first_row + r) * row_size + latent + d]);
             double largest = *std::max_element(scores.begin(), scores.end()), sum = 0;
             for (double& score : scores) sum += score = std::exp((score - largest) / std::sqrt(double{query_size}));
             for (std::size_t d = 0; d < value_size; d++) {
@@ -328,9 +339,10 @@ Difference check_attention(const Layer& layer, const std::vector<std::uint16_t>&
     return difference;
 }
 
-// The last new token of each sequence: the indices are those of the best scores, best first, and -1 where there are no more keys.
-bool check_indexer(const Layer& layer, const std::vector<std::uint8_t>& q, const std::vector<float>& q_s, const std::vector<float>& keys,
-                   const std::vector<std::int32_t>& indices, const std::vector<float>& scores, Difference& difference) {
+// The last new token of each sequence: the indices of the best scores, best first, and -1 where there are no more keys.
+bool check_indexer(const Layer& layer, const std::vector<std::uint8_t>& q, const std::vector<float>& q_s,
+                   const std::vector<float>& keys, const std::vector<std::int32_t>& indices,
+                   const std::vector<float>& scores, Difference& difference) {
     std::size_t token = 0, first_row = 0;
     for (const Sequence& sequence : layer.sequences) {
         token += sequence.fresh;
@@ -341,7 +353,8 @@ bool check_indexer(const Layer& layer, const std::vector<std::uint8_t>& q, const
             for (std::size_t h = 0; h < index_heads; h++) {
                 double product = 0;
                 for (std::size_t d = 0; d < index_depth; d++)
-                    product += from_e4m3(q[(t * index_heads + h) * index_depth + d]) * double{keys[(first_row + s) * index_depth + d]};
+                    product += from_e4m3(q[(t * index_heads + h) * index_depth + d]) *
+                               double{keys[(first_row + s) * index_depth + d]};
                 expected[s] += double{q_s[t * index_heads + h]} * std::max(product, 0.0);
             }
             largest = std::max(largest, std::fabs(expected[s]));
@@ -350,7 +363,9 @@ bool check_indexer(const Layer& layer, const std::vector<std::uint8_t>& q, const
         const float* score = &scores[t * top_k];
         std::vector<bool> seen(visible, false);
         for (std::size_t i = 0; i < kept; i++) {
-            if (index[i] < 0 || static_cast<std::size_t>(index[i]) >= visible || seen[static_cast<std::size_t>(index[i])]) return false;
+            if (index[i] < 0 || static_cast<std::size_t>(index[i]) >= visible ||
+                seen[static_cast<std::size_t>(index[i])])
+                return false;
             seen[static_cast<std::size_t>(index[i])] = true;
             if (i > 0 && score[i] > score[i - 1]) return false;
             difference.add(score[i], expected[static_cast<std::size_t>(index[i])]);
@@ -364,7 +379,7 @@ bool check_indexer(const Layer& layer, const std::vector<std::uint8_t>& q, const
     return true;
 }
 
-// ---- The layer ----------------------------------------------------------------------------------------------------------
+// The layer
 
 int run(const Options& options) {
     // A long context that grows, a new prompt, and a decoding sequence.
@@ -383,11 +398,20 @@ int run(const Options& options) {
     pkv::Context context = pkv::create_context(options.threads);
     std::vector<float> gamma = normal(latent, 0.1);
     for (float& value : gamma) value += 1;
-    Layer layer{options, context, sequences, create_cache(context, num_blocks, row_size, options.fp8_cache),
-                create_cache(context, num_blocks, index_depth, true), rope_table(4096), gamma, UpProjection(options.heads), {}};
+    Layer layer{options,
+                context,
+                sequences,
+                create_cache(context, num_blocks, row_size, options.fp8_cache),
+                create_cache(context, num_blocks, index_depth, true),
+                rope_table(4096),
+                gamma,
+                UpProjection(options.heads),
+                {}};
     std::printf("library  %s, %u threads\n", pkv_build_info(), pkv_context_num_threads(context.get()));
-    std::printf("layer    %zu heads of %zu + %zu / %zu, latent %zu in %s, indexer %zu heads of %zu, top %zu, bf16 activations\n", options.heads,
-                nope, rope, value_size, latent, options.fp8_cache ? "fp8" : "bf16", index_heads, index_depth, top_k);
+    std::printf(
+        "layer    bf16, %zu heads of %zu + %zu / %zu, latent %zu in %s, indexer %zu heads of %zu, top %zu\n",
+        options.heads, nope, rope, value_size, latent, options.fp8_cache ? "fp8" : "bf16", index_heads, index_depth,
+        top_k);
 
     // Earlier steps: everything that is already cached. The queries of that time are gone.
     pkv::Batch history(layer.max_pages()), batch(layer.max_pages());
@@ -421,12 +445,13 @@ int run(const Options& options) {
         fresh_pairs += std::size_t{s.fresh} * (s.fresh + 1) / 2;
         pairs += std::size_t{s.fresh} * s.cached + std::size_t{s.fresh} * (s.fresh + 1) / 2;
     }
-    std::printf("batch    %zu sequences, %zu new tokens, %zu keys in %u pages of %u\n\n", sequences.size(), tokens, total_keys,
-                num_blocks - static_cast<std::uint32_t>(free_blocks.size()), page_size);
+    std::printf("batch    %zu sequences, %zu new tokens, %zu keys in %u pages of %u\n\n", sequences.size(), tokens,
+                total_keys, num_blocks - static_cast<std::uint32_t>(free_blocks.size()), page_size);
 
     int failures = 0;
     std::printf("step                      shape                            ms      rate           check\n");
-    auto line = [&](const char* step, const std::string& shape, double seconds, double amount, const char* unit, double error, double bound) {
+    auto line = [&](const char* step, const std::string& shape, double seconds, double amount, const char* unit,
+                    double error, double bound) {
         std::printf("%-25s %-28s %8.3f  %8.2f %-7s", step, shape.c_str(), seconds * 1e3, amount / seconds / 1e9, unit);
         if (bound > 0) {
             bool holds = error <= bound;  // false for NaN
@@ -437,7 +462,10 @@ int run(const Options& options) {
     };
     auto number = [](std::size_t n) { return std::to_string(n); };
 
-    double seconds = best_seconds([&] { q = q_before; layer.write_cache(view, q, kv); });
+    double seconds = best_seconds([&] {
+        q = q_before;
+        layer.write_cache(view, q, kv);
+    });
     auto cached_rows = layer.read_back<std::uint16_t>(layer.latents, view, PKV_BF16, row_size);
     double moved = static_cast<double>(tokens * (row_size * (options.fp8_cache ? 3 : 4) + options.heads * rope * 4));
     line("rope, norm, quantise", number(tokens) + " rows of " + number(row_size), seconds, moved, "GB/s",
@@ -449,28 +477,33 @@ int run(const Options& options) {
     for (std::size_t b = 0, token = 0, row = 0; b < sequences.size(); row += sequences[b++].length())
         for (std::uint32_t i = 0; i < sequences[b].fresh; i++, token++)
             for (std::size_t d = 0; d < index_depth; d++)
-                stored.add(cached_keys[(row + sequences[b].cached + i) * index_depth + d], keys[token * index_depth + d]);
-    line("store indexer keys", number(tokens) + " rows of " + number(index_depth), seconds, static_cast<double>(tokens * index_depth * 5), "GB/s",
-         stored.relative(), 4e-2);
+                stored.add(cached_keys[(row + sequences[b].cached + i) * index_depth + d],
+                           keys[token * index_depth + d]);
+    line("store indexer keys", number(tokens) + " rows of " + number(index_depth), seconds,
+         static_cast<double>(tokens * index_depth * 5), "GB/s", stored.relative(), 4e-2);
 
     std::vector<std::int32_t> indices(tokens * top_k);
     std::vector<float> scores(tokens * top_k);
     seconds = best_seconds([&] { layer.select_keys(view, index_q, q_s, indices, scores); });
     Difference scores_difference;
     bool order = check_indexer(layer, index_q, q_s, cached_keys, indices, scores, scores_difference);
-    line("indexer", number(pairs) + " pairs, 64 heads", seconds, 2.0 * static_cast<double>(pairs * index_heads * index_depth), "GFLOP/s",
+    line("indexer", number(pairs) + " pairs, 64 heads", seconds,
+         2.0 * static_cast<double>(pairs * index_heads * index_depth), "GFLOP/s",
          order ? scores_difference.relative() : std::numeric_limits<double>::infinity(), 1e-5);
 
     // Prefill in two chunks: first the keys that earlier steps cached (none for the new prompt), then the step's own.
     auto flops = [&](std::size_t rows, std::size_t visible) {
-        return 2.0 * static_cast<double>(rows * layer.up.rows * latent + visible * options.heads * (query_size + value_size));
+        return 2.0 *
+               static_cast<double>(rows * layer.up.rows * latent + visible * options.heads * (query_size + value_size));
     };
     const std::size_t old_keys = total_keys - tokens;
     Layer::Part prefix, self, whole;
     seconds = best_seconds([&] { layer.prefill(view, q, zeros, cached, prefix); });
-    line("prefill, cached keys", number(tokens) + " x " + number(old_keys), seconds, flops(old_keys, pairs - fresh_pairs), "GFLOP/s", 0, 0);
+    line("prefill, cached keys", number(tokens) + " x " + number(old_keys), seconds,
+         flops(old_keys, pairs - fresh_pairs), "GFLOP/s", 0, 0);
     seconds = best_seconds([&] { layer.prefill(view, q, cached, fresh, self); });
-    line("prefill, new keys", number(tokens) + " x " + number(tokens), seconds, flops(tokens, fresh_pairs), "GFLOP/s", 0, 0);
+    line("prefill, new keys", number(tokens) + " x " + number(tokens), seconds, flops(tokens, fresh_pairs), "GFLOP/s",
+         0, 0);
     seconds = best_seconds([&] { layer.prefill(view, q, zeros, lengths, whole); });
     line("prefill in one go", number(tokens) + " x " + number(total_keys), seconds, flops(total_keys, pairs), "GFLOP/s",
          check_attention(layer, q, cached_rows, whole).relative(), 1e-2);
@@ -478,13 +511,15 @@ int run(const Options& options) {
     Layer::Part merged;
     seconds = best_seconds([&] { layer.merge(prefix, self, merged); });
     Difference outputs, lses;
-    for (std::size_t i = 0; i < whole.output.size(); i++) outputs.add(from_bf16(merged.output[i]), from_bf16(whole.output[i]));
+    for (std::size_t i = 0; i < whole.output.size(); i++)
+        outputs.add(from_bf16(merged.output[i]), from_bf16(whole.output[i]));
     for (std::size_t i = 0; i < whole.lse.size(); i++) lses.add(merged.lse[i], whole.lse[i]);
     line("merge, against one go", number(tokens) + " x " + number(options.heads) + " heads", seconds,
          static_cast<double>(whole.output.size() * 6 + whole.lse.size() * 12), "GB/s", outputs.relative(), 1e-2);
     const bool lse_holds = lses.relative() <= 1e-5;
     failures += !lse_holds;
-    std::printf("%-80s lse   %.1e %s 1e-05%s\n", "", lses.relative(), lse_holds ? "<=" : ">", lse_holds ? "" : "  FAILED");
+    std::printf("%-80s lse   %.1e %s 1e-05%s\n", "", lses.relative(), lse_holds ? "<=" : ">",
+                lse_holds ? "" : "  FAILED");
 
     std::printf("\n%s\n", failures ? "FAILED" : "OK: every check holds");
     return failures ? 1 : 0;
@@ -498,7 +533,8 @@ int main(int argc, char** argv) {
         std::string name = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
         long number = std::strtol(value.c_str(), nullptr, 10);
         if (name == "--heads" && number >= 1 && number <= 1024) options.heads = static_cast<std::size_t>(number);
-        else if (name == "--threads" && number >= 0 && number <= 4096 && !value.empty()) options.threads = static_cast<std::uint32_t>(number);
+        else if (name == "--threads" && number >= 0 && number <= 4096 && !value.empty())
+            options.threads = static_cast<std::uint32_t>(number);
         else if (name == "--cache" && (value == "fp8" || value == "bf16")) options.fp8_cache = value == "fp8";
         else {
             std::fprintf(stderr, "usage: mla_layer [--heads 16] [--threads 0] [--cache fp8|bf16]\n");

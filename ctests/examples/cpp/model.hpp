@@ -31,7 +31,8 @@ struct Model {
         width = file.need_unsigned(key("embedding_length"));
         block_count = file.need_unsigned(key("block_count"));
         epsilon = file.find_real(key("attention.layer_norm_rms_epsilon")).value_or(epsilon);
-        if (!(epsilon >= 0 && epsilon < 1)) throw gguf::Error(key("attention.layer_norm_rms_epsilon") + " is out of range");
+        if (!(epsilon >= 0 && epsilon < 1))
+            throw gguf::Error(key("attention.layer_norm_rms_epsilon") + " is out of range");
         embeddings = file.matrix("token_embd.weight");
         if (width == 0 || embeddings.cols != width)
             throw gguf::Error("token_embd.weight has rows of " + std::to_string(embeddings.cols) + " elements, but " +
@@ -52,19 +53,21 @@ struct Model {
                               gguf::File::quoted(architecture) + ")");
     }
 
-    // Hidden states as the layer's projections see them: embeddings, RMS-normed with the layer's weight. [tokens, width]
+    // Hidden states as the layer's projections see them: embeddings, RMS-normed with its weight. [tokens, width]
     std::vector<float> hidden_states(const Layer& layer, const std::vector<std::uint32_t>& tokens) const {
         std::vector<float> hidden(tokens.size() * width);
         std::vector<double> row(width);
         for (std::size_t t = 0; t < tokens.size(); t++) {
-            gguf::decode_row(*embeddings.encoding, embeddings.data + tokens[t] * embeddings.row_bytes, width, row.data());
+            gguf::decode_row(*embeddings.encoding, embeddings.data + tokens[t] * embeddings.row_bytes, width,
+                             row.data());
             double squares = 0;
             for (double x : row) squares += x * x;
             double scale = 1 / std::sqrt(squares / static_cast<double>(width) + epsilon);
             for (std::size_t i = 0; i < width; i++) {
                 double x = row[i] * scale * (layer.norm.empty() ? 1.0 : layer.norm[i]);
                 if (!(std::fabs(x) < 1e30))
-                    throw gguf::Error("embeddings or norm weights hold values that are not sensible numbers: a damaged file");
+                    throw gguf::Error(
+                        "embeddings or norm weights hold values that are not sensible numbers: a damaged file");
                 hidden[t * width + i] = static_cast<float>(x);
             }
         }
@@ -82,7 +85,8 @@ private:
         if (layers.empty()) {
             num_heads = heads, num_kv_heads = kv_heads, head_size = size;
         } else if (heads != num_heads || kv_heads != num_kv_heads) {
-            throw gguf::Error("layer " + std::to_string(n) + " has other head counts than the layers before it, which one "
+            throw gguf::Error("layer " + std::to_string(n) +
+                              " has other head counts than the layers before it, which one "
                               "collection does not hold");
         }
         auto q_rows = gguf::multiply(heads, size, "the number of query rows");
@@ -92,14 +96,16 @@ private:
         layer.number = n;
         if (file.has(prefix + "attn_qkv.weight")) {  // one matrix: the rows of Q, then of K, then of V
             gguf::Matrix fused = file.matrix(prefix + "attn_qkv.weight");
-            if (kv_rows > fused.rows || q_rows > fused.rows || fused.rows != q_rows + 2 * kv_rows) shape_error(fused, q_rows);
+            if (kv_rows > fused.rows || q_rows > fused.rows || fused.rows != q_rows + 2 * kv_rows)
+                shape_error(fused, q_rows);
             layer.q = fused.slice(0, q_rows);
             layer.k = fused.slice(q_rows, kv_rows);
             layer.v = fused.slice(q_rows + kv_rows, kv_rows);
             if (file.has(prefix + "attn_qkv.bias")) {
                 auto bias = file.vector(prefix + "attn_qkv.bias", fused.rows);
                 layer.q_bias.assign(bias.begin(), bias.begin() + static_cast<std::ptrdiff_t>(q_rows));
-                layer.k_bias.assign(bias.begin() + static_cast<std::ptrdiff_t>(q_rows), bias.end() - static_cast<std::ptrdiff_t>(kv_rows));
+                layer.k_bias.assign(bias.begin() + static_cast<std::ptrdiff_t>(q_rows),
+                                    bias.end() - static_cast<std::ptrdiff_t>(kv_rows));
                 layer.v_bias.assign(bias.end() - static_cast<std::ptrdiff_t>(kv_rows), bias.end());
             }
         } else {
@@ -114,21 +120,22 @@ private:
             layer.v_bias = bias("attn_v.bias", layer.v.rows);
         }
         for (const gguf::Matrix* m : {&layer.q, &layer.k, &layer.v})
-            if (m->cols != width || m->rows != (m == &layer.q ? q_rows : kv_rows)) shape_error(*m, m == &layer.q ? q_rows : kv_rows);
+            if (m->cols != width || m->rows != (m == &layer.q ? q_rows : kv_rows))
+                shape_error(*m, m == &layer.q ? q_rows : kv_rows);
         if (file.has(prefix + "attn_norm.weight")) layer.norm = file.vector(prefix + "attn_norm.weight", width);
         layers.push_back(std::move(layer));
     }
 
     [[noreturn]] void shape_error(const gguf::Matrix& m, std::size_t rows) const {
-        throw gguf::Error("tensor " + gguf::File::quoted(m.name) + " is " + std::to_string(m.rows) + " x " + std::to_string(m.cols) +
-                          ", but the metadata (" + std::to_string(num_heads) + " heads, " + std::to_string(num_kv_heads) +
-                          " key heads of " + std::to_string(head_size) + ") asks for " + std::to_string(rows) + " x " +
-                          std::to_string(width));
+        throw gguf::Error("tensor " + gguf::File::quoted(m.name) + " is " + std::to_string(m.rows) + " x " +
+                          std::to_string(m.cols) + ", but the metadata (" + std::to_string(num_heads) + " heads, " +
+                          std::to_string(num_kv_heads) + " key heads of " + std::to_string(head_size) + ") asks for " +
+                          std::to_string(rows) + " x " + std::to_string(width));
     }
 };
 
-// Token ids of a text, at least `count` of them: the longest vocabulary entry that matches, again and again. Not the model's
-// own tokeniser, but its own tokens. A file without a vocabulary gets ids spread over the embedding table instead.
+// Token ids of a text, at least `count` of them: the longest vocabulary entry that matches, again and again. Not the
+// model's own tokeniser, but its own tokens. A file without a vocabulary gets ids spread over the embedding table.
 inline std::vector<std::uint32_t> tokenize(const gguf::File& file, std::string_view text, std::size_t vocabulary,
                                            std::size_t count) {
     std::unordered_map<std::string_view, std::uint32_t> ids;
