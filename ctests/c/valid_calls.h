@@ -359,4 +359,53 @@ static inline pkv_status world_run(struct world *w, enum op op, pkv_error *err)
     return run_op(w->ctx, op, w->stream, world_params(w, op), w->workspace, err);
 }
 
+/* Every pkv_tensor of every params struct. */
+struct tensor_row {
+    enum op op;
+    const char *name;
+    size_t offset;
+    int optional, output, free_rows, free_cols; /* free: an extent the library cannot know to be wrong by itself */
+};
+#define TENSOR(op, type, field, optional, output, free_rows, free_cols) {op, "params." #field, offsetof(type, field), optional, output, free_rows, free_cols}
+static const struct tensor_row tensors[] = {
+    TENSOR(QKV, pkv_qkv_matmul_gguf_params, hidden_state, 0, 0, 1, 0),
+    TENSOR(QKV, pkv_qkv_matmul_gguf_params, q_output, 0, 1, 1, 0),
+    TENSOR(QKV, pkv_qkv_matmul_gguf_params, q_bias, 1, 0, 0, 0),
+    TENSOR(QKV, pkv_qkv_matmul_gguf_params, k_bias, 1, 0, 0, 0),
+    TENSOR(ROPE, pkv_mla_rope_rmsnorm_quantize_params, q_rope, 0, 0, 1, 0),
+    TENSOR(ROPE, pkv_mla_rope_rmsnorm_quantize_params, q_rope_output, 0, 1, 1, 0),
+    TENSOR(ROPE, pkv_mla_rope_rmsnorm_quantize_params, kv, 0, 0, 1, 0),
+    TENSOR(ROPE, pkv_mla_rope_rmsnorm_quantize_params, freqs_cis, 0, 0, 1, 0),
+    TENSOR(ROPE, pkv_mla_rope_rmsnorm_quantize_params, gamma, 0, 0, 0, 0),
+    TENSOR(PREFILL, pkv_mla_prefill_fp8_params, q, 0, 1, 1, 1),
+    TENSOR(PREFILL, pkv_mla_prefill_fp8_params, kv, 1, 0, 1, 0),
+    TENSOR(PREFILL, pkv_mla_prefill_fp8_params, freqs_cis, 0, 0, 1, 0),
+    TENSOR(PREFILL, pkv_mla_prefill_fp8_params, kv_norm_gamma, 0, 0, 0, 0),
+    TENSOR(PREFILL, pkv_mla_prefill_fp8_params, kv_b_proj, 0, 0, 0, 0),
+    TENSOR(PREFILL, pkv_mla_prefill_fp8_params, kv_b_proj_scale, 0, 0, 0, 0),
+    TENSOR(PREFILL, pkv_mla_prefill_fp8_params, output, 0, 1, 1, 1),
+    TENSOR(PREFILL, pkv_mla_prefill_fp8_params, lse, 1, 1, 1, 0),
+    TENSOR(INDEXER, pkv_mla_indexer_fp8_params, q, 0, 0, 1, 0),
+    TENSOR(INDEXER, pkv_mla_indexer_fp8_params, q_s, 0, 0, 1, 0),
+    TENSOR(INDEXER, pkv_mla_indexer_fp8_params, output_indices, 0, 1, 1, 0),
+    TENSOR(INDEXER, pkv_mla_indexer_fp8_params, output_scores, 1, 1, 1, 0),
+    TENSOR(STORE, pkv_kv_store_params, values, 0, 0, 1, 0),
+    TENSOR(GATHER, pkv_kv_gather_params, out, 0, 1, 1, 0),
+    TENSOR(MERGE, pkv_merge_attention_params, output_a, 0, 0, 1, 1),
+    TENSOR(MERGE, pkv_merge_attention_params, lse_a, 0, 0, 0, 0),
+    TENSOR(MERGE, pkv_merge_attention_params, output_b, 0, 0, 0, 0),
+    TENSOR(MERGE, pkv_merge_attention_params, lse_b, 0, 0, 0, 0),
+    TENSOR(MERGE, pkv_merge_attention_params, output, 0, 1, 0, 0),
+    TENSOR(MERGE, pkv_merge_attention_params, lse, 1, 1, 0, 0),
+};
+enum { NUM_TENSORS = sizeof tensors / sizeof *tensors };
+
+/* The strides that all zeros mean. */
+static inline void contiguous(pkv_tensor *t)
+{
+    int64_t step = 1;
+    for (int d = t->ndim; d-- > 0; step *= t->shape[d])
+        t->stride[d] = step;
+}
+
 #endif

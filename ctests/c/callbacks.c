@@ -1,0 +1,218 @@
+/* The engine's callbacks: parallel_for (serial, backwards, on the engine's own threads, also from several calls at once) and log.
+ * Results are the same bits for every way of running them. */
+#define _POSIX_C_SOURCE 200809L
+#include "valid_calls.h"
+
+#include <pthread.h>
+
+enum { MAX_THREADS = 4 };
+
+/* What a callback saw, and whether the library kept its side of the contract. */
+struct engine {
+    int threads, backwards;
+    pthread_mutex_t lock;
+    pthread_key_t in_task;
+    unsigned calls, tasks, nested;
+};
+
+struct job {
+    struct engine *engine;
+    pkv_task_fn run;
+    void *task;
+    uint32_t first, step, count;
+};
+
+static void *work(void *arg)
+{
+    const struct job *job = (const struct job *)arg;
+    pthread_setspecific(job->engine->in_task, job);
+    for (uint32_t i = job->first; i < job->count; i += job->step)
+        job->run(job->task, job->engine->backwards ? job->count - 1 - i : i);
+    pthread_setspecific(job->engine->in_task, NULL);
+    return NULL;
+}
+
+static void parallel_for(void *user, uint32_t count, pkv_task_fn run, void *task)
+{
+    struct engine *engine = (struct engine *)user;
+    pthread_mutex_lock(&engine->lock);
+    engine->calls++;
+    engine->tasks += count;
+    engine->nested += pthread_getspecific(engine->in_task) != NULL;
+    pthread_mutex_unlock(&engine->lock);
+    struct job jobs[MAX_THREADS];
+    pthread_t threads[MAX_THREADS];
+    for (int t = 0; t < engine->threads; ++t) {
+        struct job job = {engine, run, task, (uint32_t)t, (uint32_t)engine->threads, count};
+        jobs[t] = job;
+        if (t && pthread_create(&threads[t], NULL, work, &jobs[t]))
+            exit(2);
+    }
+    work(&jobs[0]);
+    for (int t = 1; t < engine->threads; ++t)
+        pthread_join(threads[t], NULL);
+}
+
+static void engine_open(struct engine *engine, int threads, int backwards)
+{
+    memset(engine, 0, sizeof *engine);
+    engine->threads = threads;
+    engine->backwards = backwards;
+    pthread_mutex_init(&engine->lock, NULL);
+    pthread_key_create(&engine->in_task, NULL);
+}
+
+static void engine_close(struct engine *engine)
+{
+    CHECK(engine->nested == 0); /* never from inside a task */
+    pthread_mutex_destroy(&engine->lock);
+    pthread_key_delete(engine->in_task);
+}
+
+static pkv_context_options options(uint32_t threads)
+{
+    pkv_context_options o = {0};
+    o.struct_size = sizeof o;
+    o.abi_version = PKV_ABI_VERSION;
+    o.num_threads = threads;
+    return o;
+}
+
+/* All kernels in one world; what they wrote stays in the arena. */
+static void run_all(struct world *w, unsigned char results[NUM_OPS][ARENA])
+{
+    for (int op = 0; op < NUM_OPS; ++op) {
+        world_reset(w);
+        OK(world_run(w, (enum op)op, &check_err));
+        memset(w->workspace.data, 0xa5, WORKSPACE);
+        memcpy(results[op], w->arena, ARENA);
+    }
+}
+
+static unsigned char want[NUM_OPS][ARENA], got[NUM_OPS][ARENA];
+
+static void same_bits_on_any_threads(void)
+{
+    struct world w;
+    pkv_context_options o = options(1);
+    world_open(&w, &o);
+    CHECK(pkv_context_num_threads(w.ctx) == 1);
+    run_all(&w, want);
+    world_close(&w);
+
+    const uint32_t pools[] = {2, 3, 7};
+    for (int p = 0; p < 3; ++p) {
+        o = options(pools[p]);
+        world_open(&w, &o);
+        CHECK(pkv_context_num_threads(w.ctx) == pools[p]);
+        run_all(&w, got);
+        CHECK(memcmp(want, got, sizeof got) == 0);
+        world_close(&w);
+    }
+
+    const struct {
+        int threads, backwards;
+        uint32_t told;
+    } engines[] = {{1, 0, 0}, {1, 0, 1}, {1, 1, 4}, {4, 0, 4}, {3, 1, 8}, {2, 0, 1}};
+    for (size_t e = 0; e < sizeof engines / sizeof *engines; ++e) {
+        struct engine engine;
+        engine_open(&engine, engines[e].threads, engines[e].backwards);
+        o = options(engines[e].told);
+        o.parallel_for = parallel_for;
+        o.parallel_user = &engine;
+        world_open(&w, &o);
+        CHECK(pkv_context_num_threads(w.ctx) == (engines[e].told ? engines[e].told : 1)); /* 1 if the engine says nothing */
+        run_all(&w, got);
+        CHECK(memcmp(want, got, sizeof got) == 0);
+        world_close(&w);
+        engine_close(&engine);
+    }
+}
+
+/* Work that is worth splitting goes to the engine's threads and nowhere else, each index once. */
+static void long_work_is_given_to_the_engine(void)
+{
+    enum { T = 4096, H = 8, D = 64 };
+    struct engine engine;
+    engine_open(&engine, 3, 0);
+    pkv_context_options o = options(3);
+    o.parallel_for = parallel_for;
+    o.parallel_user = &engine;
+    pkv_context *ctx = NULL;
+    OK(pkv_context_create(&o, &ctx, &check_err));
+    float *a = (float *)malloc(sizeof(float) * T * H * D), *b = (float *)malloc(sizeof(float) * T * H * D), *lse = (float *)malloc(sizeof(float) * T * H);
+    if (!a || !b || !lse)
+        exit(2);
+    for (int i = 0; i < T * H * D; ++i)
+        a[i] = (float)(i % 97);
+    for (int i = 0; i < T * H; ++i)
+        lse[i] = (float)(i % 5);
+    memset(b, 0xff, sizeof(float) * T * H * D);
+    pkv_merge_attention_params merge = {0};
+    merge.struct_size = sizeof merge;
+    merge.output_a = merge.output_b = tensor3(a, PKV_F32, T, H, D);
+    merge.lse_a = merge.lse_b = tensor2(lse, PKV_F32, T, H);
+    merge.output = tensor3(b, PKV_F32, T, H, D);
+    OK(pkv_merge_attention(ctx, no_stream, &merge, no_workspace, &check_err));
+    CHECK(engine.calls > 0 && engine.tasks > 1);
+    int wrong = 0; /* the mean of a and a is a */
+    for (int i = 0; i < T * H * D; ++i)
+        wrong += fabsf(b[i] - a[i]) > 1e-5f * fabsf(a[i]);
+    CHECK(wrong == 0);
+    pkv_context_destroy(ctx);
+    engine_close(&engine);
+    free(a);
+    free(b);
+    free(lse);
+}
+
+struct log {
+    pthread_mutex_t lock;
+    unsigned lines, above, empty;
+    int32_t level;
+};
+
+static void log_line(void *user, int32_t level, const char *target, const char *message)
+{
+    struct log *log = (struct log *)user;
+    pthread_mutex_lock(&log->lock);
+    log->lines++;
+    log->above += level < PKV_LOG_ERROR || level > log->level;
+    log->empty += !target || !target[0] || !message || !message[0];
+    pthread_mutex_unlock(&log->lock);
+}
+
+static void log_lines_go_to_the_callback(void)
+{
+    unsigned lines[PKV_LOG_DEBUG + 1];
+    for (int32_t level = PKV_LOG_OFF; level <= PKV_LOG_DEBUG; ++level) {
+        struct log log = {PTHREAD_MUTEX_INITIALIZER, 0, 0, 0, level};
+        pkv_context_options o = options(1);
+        o.log_level = level;
+        o.log = log_line;
+        o.log_user = &log;
+        struct world w;
+        world_open(&w, &o);
+        OK(world_run(&w, STORE, &check_err));
+        world_close(&w);
+        CHECK(log.above == 0 && log.empty == 0);
+        lines[level] = log.lines;
+        CHECK(level == PKV_LOG_OFF || lines[level] >= lines[level - 1]);
+    }
+    CHECK(lines[PKV_LOG_OFF] == 0);
+    CHECK(lines[PKV_LOG_INFO] > 0); /* what was chosen for this machine */
+
+    pkv_context_options silent = options(1); /* a level without a callback */
+    silent.log_level = PKV_LOG_DEBUG;
+    pkv_context *ctx = NULL;
+    OK(pkv_context_create(&silent, &ctx, &check_err));
+    pkv_context_destroy(ctx);
+}
+
+int main(void)
+{
+    same_bits_on_any_threads();
+    long_work_is_given_to_the_engine();
+    log_lines_go_to_the_callback();
+    return check_end();
+}
