@@ -90,6 +90,13 @@ def main():
     consume("build tree, static", "find_package", f"-Dpagedkv_DIR={BUILD}", "-DLIBRARY=pagedkv::static")
     consume("FetchContent", "fetch_content", f"-DPAGEDKV_SOURCE={ROOT}", f"-DPAGEDKV_CARGO_TARGET_DIR={ROOT}/target")
 
+    # The C++ example is a project of its own, as an engine's author would start one.
+    build = SCRATCH / "example"
+    run(CMAKE, "-S", ROOT / "ctests/examples/cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={prefix}")
+    run(CMAKE, "--build", build)
+    run(build / "gguf_qkv", "--synthetic")
+    print("ok: the C++ example against the install tree")
+
     refused = subprocess.run([CMAKE, "-S", HERE / "find_package", "-B", SCRATCH / "newer", f"-DCMAKE_PREFIX_PATH={prefix}", "-DWANTED=99.0", "-DLIBRARY=pagedkv::pagedkv"],
                              capture_output=True, text=True)
     expect(refused.returncode != 0 and "99.0" in refused.stderr, "a version that is not there is refused")
