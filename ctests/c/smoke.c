@@ -81,9 +81,9 @@ int main(void)
         return check_end();
     CHECK(pkv_context_num_threads(ctx) >= 1);
     const int32_t dtypes[] = {PKV_F32, PKV_F16, PKV_BF16};
-    const uint32_t pages[] = {1, 2, 3, 7, 16, 64};
+    const uint32_t pages[] = {1, 2, 3, 7, 16, 32, 64, 128, 256};
     for (int d = 0; d < 3; ++d)
-        for (int p = 0; p < 6; ++p)
+        for (int p = 0; p < 9; ++p)
             round_trip(ctx, dtypes[d], pages[p]);
     pkv_context_destroy(ctx);
     pkv_context_destroy(NULL);

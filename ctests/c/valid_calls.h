@@ -39,7 +39,7 @@ struct world {
     pkv_buffer workspace; /* handed to the call; {NULL, 0} is a valid one too */
     uint32_t *row_offsets, *cache_lengths, *table, *buffer_row_offsets, *cache_offsets;
     void *plain_blocks, *mla_blocks, *key_blocks, *key_scales, *weights;
-    void *allocation;
+    void *allocation, *scratch;
     unsigned char *arena;
     size_t used;
 };
@@ -193,7 +193,8 @@ static inline void world_reset(struct world *w)
     }
 
     memset(&w->stream, 0, sizeof w->stream);
-    w->workspace.data = world_take(w, WORKSPACE);
+    w->scratch = world_take(w, WORKSPACE);
+    w->workspace.data = w->scratch;
     w->workspace.size = WORKSPACE;
 
     memset(&w->batch, 0, sizeof w->batch);
