@@ -4,7 +4,7 @@
 //! second over the caller's buffer, so the two cannot disagree.
 
 use crate::error::{Error, Result, Status};
-use std::alloc::{Layout, alloc, dealloc};
+use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 use std::marker::PhantomData;
 
 /// Alignment of a workspace and of everything carved from it.
@@ -99,8 +99,10 @@ impl Arena {
 /// Heap memory that lives as long as one call or one handle.
 #[derive(Debug)]
 pub struct HostBuffer {
+    /// The first `ALIGNMENT`-aligned address of the allocation.
     ptr: *mut u8,
-    layout: Option<Layout>,
+    len: usize,
+    allocation: Option<(*mut u8, Layout)>,
 }
 
 // SAFETY: owned memory with no thread affinity.
@@ -121,20 +123,25 @@ impl HostBuffer {
     pub fn zeroed(bytes: usize, argument: &str) -> Result<Self> {
         Self::with(bytes, argument, |layout| {
             // SAFETY: `with` passes a layout of non-zero size.
-            unsafe { std::alloc::alloc_zeroed(layout) }
+            unsafe { alloc_zeroed(layout) }
         })
     }
 
+    /// The layout asked for has malloc's own alignment, with room to align in: for a larger one the system allocator would zero by writing, and
+    /// a cache of many gigabytes would be resident before its first token.
     fn with(bytes: usize, argument: &str, get: impl FnOnce(Layout) -> *mut u8) -> Result<Self> {
         if bytes == 0 {
-            return Ok(HostBuffer { ptr: std::ptr::null_mut(), layout: None });
+            return Ok(HostBuffer { ptr: std::ptr::null_mut(), len: 0, allocation: None });
         }
-        let layout = Layout::from_size_align(bytes, ALIGNMENT).map_err(|_| Error::no_memory(argument, bytes))?;
-        let ptr = get(layout);
-        if ptr.is_null() {
+        let layout = bytes.checked_add(ALIGNMENT).and_then(|n| Layout::from_size_align(n, 16).ok());
+        let layout = layout.ok_or_else(|| Error::no_memory(argument, bytes))?;
+        let base = get(layout);
+        if base.is_null() {
             return Err(Error::no_memory(argument, bytes));
         }
-        Ok(HostBuffer { ptr, layout: Some(layout) })
+        // SAFETY: less than ALIGNMENT bytes in, which the layout has beyond `bytes`.
+        let ptr = unsafe { base.add(base.addr().wrapping_neg() % ALIGNMENT) };
+        Ok(HostBuffer { ptr, len: bytes, allocation: Some((base, layout)) })
     }
 
     pub fn as_ptr(&self) -> *mut u8 {
@@ -142,19 +149,19 @@ impl HostBuffer {
     }
 
     pub fn len(&self) -> usize {
-        self.layout.map_or(0, |l| l.size())
+        self.len
     }
 
     pub fn is_empty(&self) -> bool {
-        self.layout.is_none()
+        self.len == 0
     }
 }
 
 impl Drop for HostBuffer {
     fn drop(&mut self) {
-        if let Some(layout) = self.layout {
+        if let Some((base, layout)) = self.allocation {
             // SAFETY: allocated in `with` by this layout.
-            unsafe { dealloc(self.ptr, layout) };
+            unsafe { dealloc(base, layout) };
         }
     }
 }
