@@ -263,7 +263,7 @@ def sanitize():
     report = Report()
     report.step("build with AddressSanitizer", sanitizer_build, "address,undefined")
     report.step("C tests, AddressSanitizer, LeakSanitizer, UBSan", lambda: ctest(
-        TARGET / "ctests-address", env={"ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}))
+        TARGET / "ctests-address", env={"ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:allocator_may_return_null=1", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}))
     report.step("build with ThreadSanitizer", sanitizer_build, "thread")
     report.step("threaded C tests, ThreadSanitizer", lambda: ctest(
         TARGET / "ctests-thread", "-R", "concurrent|callbacks", env={"TSAN_OPTIONS": f"halt_on_error=1:second_deadlock_stack=1:suppressions={CTESTS}/tsan.supp"}))

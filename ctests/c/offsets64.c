@@ -4,6 +4,7 @@
 #include "valid_calls.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 static struct world w;
 
@@ -87,6 +88,26 @@ static void high_block_ids(void)
     munmap(o.blocks.data, o.blocks.size);
 }
 
+/* Storage that the library allocates is zeroed without being touched: a large cache costs memory as it fills. */
+static void a_fresh_cache_is_not_resident(void)
+{
+    pkv_collection_options o = plain_options(&w);
+    memset(&o.blocks, 0, sizeof o.blocks);
+    o.num_blocks = 1u << 20; /* 2 GiB */
+    o.page_size = 4;
+    struct rusage before, after;
+    getrusage(RUSAGE_SELF, &before);
+    pkv_collection *collection = NULL;
+    if (!OK(pkv_collection_create(w.ctx, &o, &collection, &check_err)))
+        return;
+    getrusage(RUSAGE_SELF, &after);
+    CHECK(after.ru_maxrss - before.ru_maxrss < 256 * 1024); /* KiB */
+    pkv_cache_view view;
+    OK(pkv_collection_key_cache(collection, 0, &view, &check_err));
+    CHECK((uintptr_t)view.blocks.data % 256 == 0 && ((const float *)view.blocks.data)[((1 << 20) - 1) * view.blocks.stride[0]] == 0);
+    pkv_collection_destroy(collection);
+}
+
 static size_t element_size(int32_t dtype) { return dtype == PKV_F8_E4M3 ? 1 : 4; }
 
 /* The row of a tensor (all of its outer dimensions but the first are contiguous here). */
@@ -151,6 +172,7 @@ int main(void)
 {
     world_open(&w, NULL);
     high_block_ids();
+    a_fresh_cache_is_not_resident();
     huge_strides();
     world_close(&w);
     return check_end();

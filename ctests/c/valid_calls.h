@@ -404,9 +404,9 @@ enum { NUM_TENSORS = sizeof tensors / sizeof *tensors };
 /* The strides that all zeros mean. */
 static inline void contiguous(pkv_tensor *t)
 {
-    int64_t step = 1;
-    for (int d = t->ndim; d-- > 0; step *= t->shape[d])
-        t->stride[d] = step;
+    uint64_t step = 1; /* unsigned: a test may ask for a product that overflows */
+    for (int d = t->ndim; d-- > 0; step *= (uint64_t)t->shape[d])
+        t->stride[d] = (int64_t)step;
 }
 
 #endif
