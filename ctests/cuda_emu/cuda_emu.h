@@ -138,6 +138,7 @@ inline u32 vote(u32 mask, bool predicate) {
 #define PKV_DEVICE [[maybe_unused]] static inline
 #define PKV_INLINE inline
 #define PKV_UNROLL
+#define PKV_UNROLL_NO
 #define PKV_KERNEL(name, Params, max_threads, min_blocks)                                                              \
     static void name(const Params &p);                                                                                 \
     static void name##_run(const void *params) { name(*static_cast<const Params *>(params)); }                         \

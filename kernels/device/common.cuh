@@ -13,7 +13,7 @@
 //                                      an entry point: extern "C", one POD struct by value named `p`, launch bounds
 //   PKV_DYNAMIC_SHARED(T, name);       `T *name`: the launch's dynamic shared memory, 1024-byte aligned; once a kernel
 //   PKV_ARCH                           80, 89, 90, 100, 120: what the code is compiled for
-//   PKV_UNROLL                         before a loop
+//   PKV_UNROLL, PKV_UNROLL_NO          before a loop: wholly, not at all
 //   f32_inf(), f32_nan(), ceil_div, round_up
 //
 // Kernels are compiled with --fmad=false: a product and a sum stay two roundings unless the source says fmaf. The CPU
@@ -41,6 +41,7 @@ using i64 = long long;
 #define PKV_DEVICE static __device__ __forceinline__
 #define PKV_INLINE __device__ __forceinline__
 #define PKV_UNROLL _Pragma("unroll")
+#define PKV_UNROLL_NO _Pragma("unroll 1")
 #define PKV_KERNEL(name, Params, max_threads, min_blocks)                                                              \
     extern "C" __global__ void __launch_bounds__(max_threads, min_blocks) name(const __grid_constant__ Params p)
 #define PKV_DYNAMIC_SHARED(T, name)                                                                                    \
