@@ -2,8 +2,11 @@
 
 use crate::abi::weight::{PKV_WEIGHT_PACK, pkv_gguf_weight_options};
 use crate::context::{Backend, Context};
+use crate::cpu::isa::Level;
+use crate::cpu::qgemm::{self, pack::RawRows};
 use crate::error::{Error, Result};
 use crate::gguf::{self, Format};
+use crate::workspace::HostBuffer;
 
 #[derive(Debug)]
 pub struct Weight {
@@ -18,8 +21,35 @@ pub struct Weight {
 pub enum Storage {
     /// The caller's blocks, row by row.
     Borrowed(Rows),
-    /// A tight copy of the rows.
+    /// A copy interleaved for the kernels (see `cpu::qgemm`).
+    Packed(Packed),
+    /// A tight copy of the rows, for the plain reference.
     Copied(Vec<u8>),
+}
+
+/// Packed groups of sixteen rows, one after the other.
+#[derive(Debug)]
+pub struct Packed(HostBuffer);
+
+impl Packed {
+    fn new(ctx: &Context, format: &Format, raw: RawRows<'_>, cols: usize) -> Result<Self> {
+        let bytes = qgemm::packed_bytes(format.id, raw.rows, cols);
+        let buffer = HostBuffer::new(bytes, "options.data")?;
+        buffer.advise_huge_pages();
+        let groups = raw.rows.div_ceil(qgemm::ROWS);
+        ctx.threads.run(groups, |g| {
+            let len = bytes / groups;
+            // SAFETY: the buffer holds `groups` groups of this length, and each is one task's alone.
+            let out = unsafe { std::slice::from_raw_parts_mut(buffer.as_ptr().add(g * len), len) };
+            qgemm::pack_group(format.id, raw, cols, g, out);
+        })?;
+        Ok(Packed(buffer))
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: every byte was written by `new`; nobody writes since.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr(), self.0.len()) }
+    }
 }
 
 /// Raw rows in the caller's memory.
@@ -36,6 +66,16 @@ unsafe impl Send for Rows {}
 unsafe impl Sync for Rows {}
 
 impl Rows {
+    /// All `rows` rows with what lies between them.
+    pub fn span(&self, rows: usize) -> &[u8] {
+        // SAFETY: `Weight::new` saw all rows lie within data_size.
+        unsafe { std::slice::from_raw_parts(self.data, (rows - 1) * self.stride + self.row_bytes) }
+    }
+
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
     pub fn row(&self, r: usize) -> &[u8] {
         // SAFETY: `Weight::new` saw all rows lie within data_size; callers index below `rows`.
         unsafe { std::slice::from_raw_parts(self.data.add(r * self.stride), self.row_bytes) }
@@ -97,7 +137,10 @@ impl Weight {
             return Err(Error::null("options.data"));
         }
         let borrowed = Rows { data: o.data.cast(), row_bytes, stride };
-        let storage = if o.flags & PKV_WEIGHT_PACK != 0 {
+        let storage = if o.flags & PKV_WEIGHT_PACK != 0 && ctx.isa.level() > Level::Reference {
+            let raw = RawRows { data: borrowed.span(rows), rows, row_bytes: stride };
+            Storage::Packed(Packed::new(ctx, format, raw, cols)?)
+        } else if o.flags & PKV_WEIGHT_PACK != 0 {
             let mut copy = Vec::new();
             copy.try_reserve_exact(rows * row_bytes).map_err(|_| Error::no_memory("options.data", rows * row_bytes))?;
             (0..rows).for_each(|r| copy.extend_from_slice(borrowed.row(r)));
@@ -112,9 +155,10 @@ impl Weight {
         self.context_id
     }
 
-    /// Raw blocks of row `r`.
+    /// Raw blocks of row `r`, for the reference.
     pub fn row(&self, r: usize) -> &[u8] {
         match &self.storage {
+            Storage::Packed(_) => unreachable!("the reference runs only on contexts that do not pack"),
             Storage::Borrowed(rows) => rows.row(r),
             Storage::Copied(data) => {
                 let n = data.len() / self.rows;

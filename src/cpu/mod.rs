@@ -11,6 +11,7 @@ pub mod mla_prefill_fp8;
 pub mod mla_rope_rmsnorm_quantize;
 pub mod mla_row;
 pub mod parallel;
+pub mod qgemm;
 pub mod qkv_matmul_gguf;
 pub mod reference;
 pub mod simd;

@@ -1,5 +1,332 @@
-use super::reference;
-use crate::op::qkv_matmul_gguf::QkvMatmulGguf;
-use crate::plan::Impl;
+//! Q, K and V from one set of activations: quantise once, then one parallel region over the row groups of all three weights, each finished
+//! tile going straight to the output or the pages.
 
-pub static IMPLS: &[Impl<QkvMatmulGguf>] = &[reference::QKV_MATMUL_GGUF];
+use super::cache_row;
+use super::isa::{Avx2, Level};
+use super::qgemm::activations::{ByteBlocks, ByteSuper, Layout, WordBlocks, WordSuper};
+use super::qgemm::float::FloatTile;
+use super::qgemm::formats::Tile;
+use super::qgemm::pack::RawRows;
+use super::qgemm::portable::Portable;
+use super::qgemm::{self, Isa, MAX_BLOCK, ROWS, Source, TOKENS, Tokens};
+use super::reference;
+use crate::collection::Cache;
+use crate::context::Context;
+use crate::dtype::{DType, Element};
+use crate::error::Result;
+use crate::op::qkv_matmul_gguf::{Args, Compute, Projection, QkvMatmulGguf};
+use crate::plan::{Impl, Stream};
+use crate::view::View;
+use crate::weight::Storage;
+use crate::workspace::{Arena, Span};
+use crate::{with_cache_dtype, with_float, with_gguf_format};
+use std::ops::Range;
+
+pub static IMPLS: &[Impl<QkvMatmulGguf>] = &[
+    Impl {
+        name: "packed",
+        refuse: |ctx, _| ctx.isa.not_reference(),
+        layout: |_, args, arena| _ = Scratch::carve(args, arena),
+        run: |ctx, args, arena, _: Stream| {
+            let scratch = Scratch::carve(args, arena);
+            #[cfg(target_arch = "x86_64")]
+            if let Some(avx2) = ctx.isa.avx2() {
+                return run::<Avx2>(ctx, avx2, args, &scratch);
+            }
+            debug_assert_eq!(ctx.isa.level(), Level::Scalar);
+            run(ctx, Portable, args, &scratch)
+        },
+    },
+    reference::QKV_MATMUL_GGUF,
+];
+
+/// What a call keeps in its workspace.
+struct Scratch {
+    /// Activations in each layout that a weight of the call reads.
+    acts: [Span<u8>; Layout::ALL.len()],
+    /// Block and slot of each token.
+    slots: Span<[usize; 2]>,
+    /// Finished rows of K and of V, `[tokens][rows]`, where the cache has scales: a group's scale wants the whole group.
+    staged: [Span<f32>; 2],
+}
+
+impl Scratch {
+    fn carve(a: &Args<'_>, arena: &mut Arena) -> Self {
+        let tokens = a.hidden_state.shape[0].min(a.q_output.shape[0]);
+        let cols = a.q.weight.cols;
+        let needed = [&a.q, &a.k, &a.v].map(|p| layout(a, p));
+        let acts = Layout::ALL.map(|layout| {
+            let chunks = tokens.div_ceil(TOKENS).saturating_mul(cols.div_ceil(qgemm::activations::CHUNK));
+            arena.take(if needed.contains(&layout) { chunks.saturating_mul(layout.bytes()) } else { 0 })
+        });
+        let slots = arena.take(tokens);
+        let staged = [&a.k_cache, &a.v_cache]
+            .map(|c| arena.take(if c.groups > 0 { tokens.saturating_mul(c.row_elements()) } else { 0 }));
+        Scratch { acts, slots, staged }
+    }
+}
+
+fn layout(a: &Args<'_>, p: &Projection<'_>) -> Layout {
+    qgemm::layout(p.weight.format.id, a.compute == Compute::F32)
+}
+
+/// Where a projection's rows go.
+enum Sink<'a> {
+    Output(View<2>),
+    Cache(&'a Cache),
+    Staged(Span<f32>),
+}
+
+struct Hidden(View<2>);
+
+impl qgemm::Rows for Hidden {
+    #[inline(always)]
+    fn load<I: Isa>(&self, isa: I, t: usize, first: usize, out: &mut [f32]) {
+        // SAFETY: host memory that validation has seen, only read during the call.
+        with_float!(self.0.dtype, T => unsafe { load(isa, &self.0.row::<T, 1>([t])[first..first + out.len()], out) })
+    }
+}
+
+#[inline(always)]
+fn load<I: Isa, T: Element>(isa: I, x: &[T], out: &mut [f32]) {
+    if T::DTYPE == DType::F16 {
+        let ((x, tail), (wide, wide_tail)) = (x.as_chunks::<16>(), out.as_chunks_mut::<16>());
+        for (x, out) in x.iter().zip(wide) {
+            // SAFETY: T is f16, whose bits are a u16.
+            isa.widen_f16(unsafe { &*(&raw const *x).cast::<[u16; 16]>() }, out);
+        }
+        tail.iter().zip(wide_tail).for_each(|(x, y)| *y = x.to_f32());
+    } else {
+        x.iter().zip(out).for_each(|(x, y)| *y = x.to_f32());
+    }
+}
+
+fn run<I: Isa>(ctx: &Context, isa: I, a: &Args<'_>, scratch: &Scratch) -> Result<()> {
+    let count = a.batch.tokens();
+    if count == 0 {
+        return Ok(());
+    }
+    let cols = a.q.weight.cols;
+    // SAFETY: the span is this call's, and no other slice of it lives.
+    let slots = unsafe { scratch.slots.slice_mut(0, count) };
+    for (t, slot) in slots.iter_mut().enumerate() {
+        let (b, p) = a.batch.position(t);
+        *slot = a.batch.locate(b, p).into();
+    }
+    let slots = &*slots;
+
+    let projections = [&a.q, &a.k, &a.v];
+    let needed = projections.map(|p| layout(a, p));
+    let layouts: Vec<Layout> = Layout::ALL.into_iter().filter(|l| needed.contains(l)).collect();
+    let groups = count.div_ceil(TOKENS);
+    let hidden = Hidden(a.hidden_state);
+    let quantise = |i: usize| {
+        let (layout, g) = (layouts[i / groups], i % groups);
+        let tokens = Tokens::new(count, cols, layout.bytes());
+        isa.enter(|| make_acts(isa, layout, tokens, cols, g, &hidden, scratch.acts[layout as usize]));
+    };
+    // A few tokens are quantised sooner than another thread wakes up.
+    if groups <= 2 {
+        (0..layouts.len() * groups).for_each(quantise);
+    } else {
+        ctx.threads.run(layouts.len() * groups, quantise)?;
+    }
+
+    let jobs = [
+        (&a.q, Sink::Output(a.q_output)),
+        (&a.k, cache_sink(&a.k_cache, scratch.staged[0])),
+        (&a.v, cache_sink(&a.v_cache, scratch.staged[1])),
+    ];
+    let row_groups = |i: usize| jobs[i].0.weight.rows.div_ceil(ROWS);
+    // Split by shapes alone. Enough tasks for any machine's cores, each long enough to be worth claiming.
+    let per_task = ((0..3).map(row_groups).sum::<usize>() / 32).clamp(1, 4);
+    let tokens = needed.map(|l| Tokens::new(count, cols, l.bytes()));
+    let tasks: [usize; 3] = std::array::from_fn(|i| row_groups(i).div_ceil(per_task) * tokens[i].blocks());
+    ctx.threads.run(tasks.iter().sum(), |mut i| {
+        let mut j = 0;
+        while i >= tasks[j] {
+            i -= tasks[j];
+            j += 1;
+        }
+        let (projection, sink) = &jobs[j];
+        let per_block = row_groups(j).div_ceil(per_task);
+        let (block, first) = (i / per_block, i % per_block * per_task);
+        let rows = first..row_groups(j).min(first + per_task);
+        let acts = scratch.acts[needed[j] as usize];
+        isa.enter(|| task(isa, projection, a.compute, tokens[j], block, rows, acts, sink, slots));
+    })?;
+
+    for (cache, staged) in [(&a.k_cache, scratch.staged[0]), (&a.v_cache, scratch.staged[1])] {
+        if cache.groups > 0 {
+            let n = cache.row_elements();
+            ctx.threads.run(count, |t| {
+                // SAFETY: every row is staged, and nobody writes it any more; the slot is this token's alone.
+                unsafe { cache_row::write_row(cache, slots[t][0], slots[t][1], staged.slice(t * n, n)) };
+            })?;
+        }
+    }
+    Ok(())
+}
+
+fn cache_sink(cache: &Cache, staged: Span<f32>) -> Sink<'_> {
+    if cache.groups > 0 { Sink::Staged(staged) } else { Sink::Cache(cache) }
+}
+
+#[inline(always)]
+fn make_acts<I: Isa>(isa: I, layout: Layout, tokens: Tokens, cols: usize, g: usize, hidden: &Hidden, out: Span<u8>) {
+    macro_rules! put {
+        () => {
+            |index, acts: &_| {
+                // SAFETY: the span holds every chunk of every group, aligned; each is written by one task alone.
+                unsafe { put(out, index, acts) }
+            }
+        };
+    }
+    match layout {
+        Layout::ByteBlocks => qgemm::quantise_group::<I, ByteBlocks>(isa, tokens, cols, g, hidden, put!()),
+        Layout::ByteSuper => qgemm::quantise_group::<I, ByteSuper<16>>(isa, tokens, cols, g, hidden, put!()),
+        Layout::WordBlocks => qgemm::quantise_group::<I, WordBlocks>(isa, tokens, cols, g, hidden, put!()),
+        Layout::WordSuper => qgemm::quantise_group::<I, WordSuper>(isa, tokens, cols, g, hidden, put!()),
+        Layout::Float => qgemm::interleave_group(isa, tokens, cols, g, hidden, put!()),
+    }
+}
+
+/// # Safety
+/// Item `index` lies in the span, and nobody else uses it meanwhile.
+#[inline(always)]
+unsafe fn put<T: Copy>(out: Span<u8>, index: usize, value: &T) {
+    debug_assert!((index + 1) * size_of::<T>() <= out.len());
+    // SAFETY: by contract; spans are aligned to 256 bytes.
+    unsafe { out.as_ptr().cast::<T>().add(index).write(*value) }
+}
+
+/// Some row groups of one projection for one block of tokens.
+#[inline(always)]
+fn task<I: Isa>(
+    isa: I,
+    p: &Projection<'_>,
+    compute: Compute,
+    tokens: Tokens,
+    block: usize,
+    groups: Range<usize>,
+    acts: Span<u8>,
+    sink: &Sink<'_>,
+    slots: &[[usize; 2]],
+) {
+    let w = p.weight;
+    let source = match &w.storage {
+        Storage::Packed(data) => Source::Packed(data.bytes()),
+        Storage::Borrowed(rows) => {
+            Source::Raw(RawRows { data: rows.span(w.rows), rows: w.rows, row_bytes: rows.stride() })
+        }
+        Storage::Copied(data) => Source::Raw(RawRows { data, rows: w.rows, row_bytes: data.len() / w.rows }),
+    };
+    let range = tokens.of_block(block);
+    let mut buffer = [[0.0; ROWS]; MAX_BLOCK];
+    let out = &mut buffer[..range.len()];
+    // SAFETY: made before this region began, in this layout, and only read since.
+    // SAFETY: host memory nobody writes.
+    let bias = p.bias.map(|b| unsafe { b.row::<f32, 0>([]) });
+    with_gguf_format!(w.format.id, F => {
+        let mut tile = Tile::zeroed();
+        if compute == Compute::F32 {
+            let mut decoded = FloatTile::zeroed();
+            for g in groups {
+                qgemm::row_group_decoded::<I, F>(isa, source, g, w.cols, block_acts(acts, tokens, block), &mut tile, &mut decoded, out);
+                finish(isa, bias, g, w.rows, range.clone(), out, sink, slots);
+            }
+        } else {
+            for g in groups {
+                qgemm::row_group::<I, F>(isa, source, g, w.cols, block_acts(acts, tokens, block), &mut tile, out);
+                finish(isa, bias, g, w.rows, range.clone(), out, sink, slots);
+            }
+        }
+    }, G => {
+        let mut decoded = FloatTile::zeroed();
+        for g in groups {
+            qgemm::row_group_float::<I, G>(isa, source, g, w.cols, block_acts(acts, tokens, block), &mut decoded, out);
+            finish(isa, bias, g, w.rows, range.clone(), out, sink, slots);
+        }
+    })
+}
+
+/// The activations of a block of tokens, in the layout that `acts` was made in.
+#[inline(always)]
+fn block_acts<'a, T: Copy>(acts: Span<u8>, tokens: Tokens, block: usize) -> &'a [T] {
+    let range = tokens.range(block);
+    debug_assert!(range.end * size_of::<T>() <= acts.len());
+    // SAFETY: made before this region began, and only read since; the workspace outlives the call.
+    unsafe { std::slice::from_raw_parts(acts.as_ptr().cast::<T>().add(range.start), range.len()) }
+}
+
+/// Adds the bias and sends a finished tile, `[tokens][16]`, on its way.
+#[inline(never)]
+fn finish<I: Isa>(
+    isa: I,
+    bias: Option<&[f32]>,
+    group: usize,
+    rows: usize,
+    tokens: Range<usize>,
+    tile: &mut [[f32; ROWS]],
+    sink: &Sink<'_>,
+    slots: &[[usize; 2]],
+) {
+    isa.enter(|| finish_inlined(isa, bias, group, rows, tokens, tile, sink, slots));
+}
+
+#[inline(always)]
+fn finish_inlined<I: Isa>(
+    isa: I,
+    bias: Option<&[f32]>,
+    group: usize,
+    rows: usize,
+    tokens: Range<usize>,
+    tile: &mut [[f32; ROWS]],
+    sink: &Sink<'_>,
+    slots: &[[usize; 2]],
+) {
+    let row = ROWS * group;
+    let n = ROWS.min(rows - row);
+    if let Some(bias) = bias {
+        for y in tile.iter_mut() {
+            y.iter_mut().zip(&bias[row..row + n]).for_each(|(y, b)| *y += b);
+        }
+    }
+    match sink {
+        Sink::Output(view) => with_float!(view.dtype, T => {
+            for (t, y) in tokens.zip(tile) {
+                // SAFETY: columns `row ..+n` of these rows are this task's alone, inside what validation has seen.
+                unsafe { store(isa, y, view.as_ptr().cast::<T>().add(t * view.stride[0] + row), n) }
+            }
+        }),
+        Sink::Cache(cache) => with_cache_dtype!(cache.dtype, T => {
+            for (t, y) in tokens.zip(tile) {
+                let [block, slot] = slots[t];
+                // SAFETY: as above; slots of different tokens differ.
+                unsafe { store(isa, y, cache.blocks_ptr().cast::<T>().add(cache.row_offset(block, slot) + row), n) }
+            }
+        }),
+        Sink::Staged(span) => {
+            for (t, y) in tokens.zip(tile) {
+                // SAFETY: as above; the span holds `rows` columns of every token.
+                unsafe { store(isa, y, span.as_ptr().add(t * rows + row), n) }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// `out` has `n` <= 16 elements that nobody else uses.
+#[inline(always)]
+unsafe fn store<I: Isa, T: Element>(isa: I, x: &[f32; ROWS], out: *mut T, n: usize) {
+    // SAFETY: by contract.
+    let out = unsafe { std::slice::from_raw_parts_mut(out, n) };
+    if T::DTYPE == DType::F16 {
+        let mut bits = [0; ROWS];
+        isa.to_f16(x, &mut bits);
+        // SAFETY: T is f16, whose bits are a u16.
+        out.iter_mut().zip(&bits).for_each(|(y, b)| *y = unsafe { std::mem::transmute_copy(b) });
+    } else {
+        out.iter_mut().zip(x).for_each(|(y, &x)| *y = T::from_f32(x));
+    }
+}

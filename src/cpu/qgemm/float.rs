@@ -1,0 +1,133 @@
+//! Products in f32: weights decoded to floats, activations as they are. For COMPUTE_F32, and for weights that are floats already.
+
+use super::activations::{CHUNK, Family, Layout};
+use super::formats::{Format, Tile};
+use super::lanes::Lanes;
+use super::pack::RawRows;
+use super::{Isa, ROWS, TOKENS};
+
+/// Sixteen rows by 256 columns, decoded: `w[column][row]`.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct FloatTile {
+    pub w: [[f32; 16]; CHUNK],
+}
+
+impl FloatTile {
+    pub const fn zeroed() -> Self {
+        Self { w: [[0.0; 16]; CHUNK] }
+    }
+}
+
+/// One chunk of four tokens: `x[column][token]`.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct FloatActs {
+    pub x: [[f32; TOKENS]; CHUNK],
+}
+
+impl FloatActs {
+    pub const LAYOUT: Layout = Layout::Float;
+}
+
+/// Decodes `steps` four-column steps of an unpacked tile.
+#[inline(always)]
+pub fn decode_tile<V: Lanes, F: Format>(tile: &Tile, steps: usize, out: &mut FloatTile) {
+    let sub = <F::Family as Family>::SUB_STEPS;
+    for h in 0..2 {
+        for step in 0..steps {
+            let (scale, block) = match step.checked_div(sub) {
+                None => (V::load_f32(&tile.scale[step / 8], h), step / 8),
+                Some(j) => {
+                    let integer = V::load(&tile.sub_scale[j], h).low_i16_to_f32();
+                    (V::mul(V::load_f32(&tile.scale[0], h), integer), j)
+                }
+            };
+            let columns = if <F::Family as Family>::WORDS {
+                let (even, odd) = (V::load(&tile.q[2 * step], h), V::load(&tile.q[2 * step + 1], h));
+                [even.low_i16_to_f32(), odd.low_i16_to_f32(), even.high_i16_to_f32(), odd.high_i16_to_f32()]
+            } else {
+                let (v, byte) = (V::load(&tile.q[step], h), V::splat(0xff));
+                let minus_offset = V::splat_f32(if F::SHIFT > 0 { -((1 << F::SHIFT) as f32) } else { 0.0 });
+                [v.and(byte), v.shr::<8>().and(byte), v.shr::<16>().and(byte), v.shr::<24>()]
+                    .map(|q| V::mul_add(V::splat_f32(1.0), q.to_f32(), minus_offset))
+            };
+            for (i, q) in columns.into_iter().enumerate() {
+                let w = if F::MIN { V::mul_add(q, scale, V::load_f32(&tile.min[block], h)) } else { V::mul(q, scale) };
+                V::store_f32(w, &mut out.w[4 * step + i], h);
+            }
+        }
+    }
+}
+
+/// Weights that are floats. Packed: `[group][column][16 rows]`.
+pub trait FloatFormat: 'static {
+    type Element: Copy + Send + Sync + 'static;
+    fn from_le(bytes: &[u8]) -> Self::Element;
+    fn decode<V: Lanes>(plane: &[Self::Element; 16], h: usize) -> V::F;
+}
+
+pub struct F32;
+pub struct F16;
+pub struct Bf16;
+
+impl FloatFormat for F32 {
+    type Element = f32;
+    #[inline(always)]
+    fn from_le(b: &[u8]) -> f32 {
+        f32::from_le_bytes([b[0], b[1], b[2], b[3]])
+    }
+    #[inline(always)]
+    fn decode<V: Lanes>(plane: &[f32; 16], h: usize) -> V::F {
+        V::load_f32(plane, h)
+    }
+}
+
+impl FloatFormat for F16 {
+    type Element = u16;
+    #[inline(always)]
+    fn from_le(b: &[u8]) -> u16 {
+        u16::from_le_bytes([b[0], b[1]])
+    }
+    #[inline(always)]
+    fn decode<V: Lanes>(plane: &[u16; 16], h: usize) -> V::F {
+        V::load_f16(plane, h)
+    }
+}
+
+impl FloatFormat for Bf16 {
+    type Element = u16;
+    #[inline(always)]
+    fn from_le(b: &[u8]) -> u16 {
+        u16::from_le_bytes([b[0], b[1]])
+    }
+    #[inline(always)]
+    fn decode<V: Lanes>(plane: &[u16; 16], h: usize) -> V::F {
+        V::load_bf16(plane, h)
+    }
+}
+
+/// Columns `first ..first + out.len()` of the rows `16 group ..+16`, transposed; rows past the end become zeros.
+#[inline(always)]
+pub fn pack_columns<F: FloatFormat>(raw: RawRows<'_>, group: usize, first: usize, out: &mut [[F::Element; 16]]) {
+    let size = size_of::<F::Element>();
+    let rows = ROWS.min(raw.rows - ROWS * group);
+    if rows < ROWS {
+        out.fill([F::from_le(&[0; 4]); 16]);
+    }
+    for r in 0..rows {
+        let row = &raw.row(ROWS * group + r, (first + out.len()) * size)[first * size..];
+        for (plane, v) in out.iter_mut().zip(row.chunks_exact(size)) {
+            plane[r] = F::from_le(v);
+        }
+    }
+}
+
+#[inline(always)]
+pub fn decode_columns<I: Isa, F: FloatFormat>(_isa: I, planes: &[[F::Element; 16]], tile: &mut FloatTile) {
+    for (w, plane) in tile.w.iter_mut().zip(planes) {
+        for h in 0..2 {
+            <I::V as Lanes>::store_f32(F::decode::<I::V>(plane, h), w, h);
+        }
+    }
+}

@@ -1,0 +1,385 @@
+//! Matrix products of GGUF weights with activations: `y[t][n] = sum_k x[t][k] * W[n][k]`.
+//!
+//! Naively:
+//! ```text
+//! for t, n: for each block of W[n]: for each k in it: y[t][n] += x[t][k] * decode(block, k)
+//! ```
+//! Here x is quantised to 8 bits once per call (`activations`), weights lie interleaved in groups of sixteen rows (`formats`,
+//! `pack`), and for each group and each 256 columns
+//! ```text
+//! unpack 16 x 256 weights to bytes in L1                      any encoding: bytes and scales of one of a few families
+//! for each four tokens: out[4][16] += tile x activations      one integer kernel a family and instruction set
+//! ```
+//! so an encoding is an unpacker, an instruction set is four small kernels, and neither knows of the other.
+//!
+//! Order of additions: integer sums are exact within a block (or super-block); the floats of blocks are added in ascending k, one fused
+//! multiply-add after the other, for every number of tokens, tile, task and thread count. A row's result is therefore the same
+//! bits alone and in any batch, packed or borrowed.
+
+#![allow(clippy::needless_range_loop, reason = "an index runs over several arrays at once")]
+
+pub mod activations;
+#[cfg(target_arch = "x86_64")]
+pub mod avx2;
+pub mod float;
+pub mod formats;
+pub mod lanes;
+pub mod pack;
+pub mod portable;
+
+use activations::{ByteActs, CHUNK, Codes, Family, Layout, SuperActs, WordActs};
+use float::{FloatActs, FloatFormat, FloatTile, decode_columns, decode_tile, pack_columns};
+use formats::{Format, Tile};
+use lanes::Lanes;
+use pack::{RawRows, blocks_per_row, pack_blocks};
+
+/// Tokens that the tile kernels take together.
+pub const TOKENS: usize = 4;
+/// Weight rows interleaved in a packed group.
+pub const ROWS: usize = 16;
+
+/// An instruction set, as a value that proves it is there.
+pub trait Isa: Copy + Send + Sync + 'static {
+    type V: Lanes;
+
+    /// Runs `f` compiled for this instruction set, as far as it is inlined.
+    fn enter<R>(self, f: impl FnOnce() -> R) -> R;
+
+    // The tile kernels: `out[token][row] += ...` for `tokens` <= 4.
+    fn byte_blocks<F: Format>(
+        self,
+        tile: &Tile,
+        acts: &ByteActs,
+        tokens: usize,
+        blocks: usize,
+        out: &mut [[f32; ROWS]],
+    );
+    fn byte_super<F: Format, const SUBS: usize>(
+        self,
+        tile: &Tile,
+        acts: &SuperActs,
+        tokens: usize,
+        out: &mut [[f32; ROWS]],
+    );
+    fn word_blocks(self, tile: &Tile, acts: &WordActs, tokens: usize, blocks: usize, out: &mut [[f32; ROWS]]);
+
+    fn float(self, tile: &FloatTile, acts: &FloatActs, tokens: usize, cols: usize, out: &mut [[f32; ROWS]]);
+
+    #[inline(always)]
+    fn to_f16(self, x: &[f32; 16], out: &mut [u16; 16]) {
+        *out = x.map(|x| half::f16::from_f32(x).to_bits());
+    }
+    #[inline(always)]
+    fn widen_f16(self, x: &[u16; 16], out: &mut [f32; 16]) {
+        *out = x.map(|x| half::f16::from_bits(x).to_f32());
+    }
+    /// Asks for the cache line at `p`, which need not be valid.
+    #[inline(always)]
+    fn prefetch(self, _p: *const u8) {}
+}
+
+/// How the tokens of a call are cut: blocks of groups of four.
+#[derive(Clone, Copy, Debug)]
+pub struct Tokens {
+    pub count: usize,
+    pub chunks: usize,
+    /// Groups of four in each block but the last.
+    pub block: usize,
+}
+
+/// A block's activations stay in a core's L2 while all rows of a task pass.
+const BLOCK_BYTES: usize = 384 << 10;
+/// Most tokens of a block.
+pub const MAX_BLOCK: usize = 128;
+
+impl Tokens {
+    pub fn new(count: usize, cols: usize, acts_bytes: usize) -> Self {
+        let chunks = cols.div_ceil(CHUNK).max(1);
+        let groups = count.div_ceil(TOKENS);
+        let most = (BLOCK_BYTES / (acts_bytes * chunks)).clamp(4, MAX_BLOCK / TOKENS);
+        let blocks = groups.div_ceil(most).max(1);
+        Self { count, chunks, block: groups.div_ceil(blocks).max(1) }
+    }
+    pub fn groups(&self) -> usize {
+        self.count.div_ceil(TOKENS)
+    }
+    pub fn blocks(&self) -> usize {
+        self.groups().div_ceil(self.block)
+    }
+    /// Where group `g`'s chunk lies among the activations: blocks one after the other, `[chunk][group]` in each.
+    #[inline(always)]
+    pub fn index(&self, g: usize, chunk: usize) -> usize {
+        let first = g / self.block * self.block;
+        let groups = self.block.min(self.groups() - first);
+        first * self.chunks + chunk * groups + (g - first)
+    }
+    /// The activations of block `b`.
+    pub fn range(&self, b: usize) -> std::ops::Range<usize> {
+        let groups = self.groups();
+        self.chunks * groups.min(self.block * b)..self.chunks * groups.min(self.block * (b + 1))
+    }
+    /// Tokens of block `b`.
+    pub fn of_block(&self, b: usize) -> std::ops::Range<usize> {
+        TOKENS * self.block * b..self.count.min(TOKENS * self.block * (b + 1))
+    }
+}
+
+/// What a call's tokens look like to the kernels: rows of f32, f16 or bf16.
+pub trait Rows: Sync {
+    /// Columns `first ..first + out.len()` of token `t`.
+    fn load<I: Isa>(&self, isa: I, t: usize, first: usize, out: &mut [f32]);
+}
+
+/// Quantises group `g` (four tokens, fewer at the end) and puts chunk after chunk into `[block][chunk][group in block]`: `put(index, acts)`.
+#[inline(always)]
+pub fn quantise_group<I: Isa, Fam: Family>(
+    isa: I,
+    tokens: Tokens,
+    cols: usize,
+    g: usize,
+    rows: &impl Rows,
+    mut put: impl FnMut(usize, &Fam::Acts),
+) {
+    let mut codes = [const { Codes { q: [0; CHUNK], d: [0.0; 8] } }; TOKENS];
+    // SAFETY: plain bytes, any of them valid.
+    let mut acts: Fam::Acts = unsafe { std::mem::zeroed() };
+    for chunk in 0..tokens.chunks {
+        let mut x = [0.0; CHUNK];
+        let len = CHUNK.min(cols - CHUNK * chunk);
+        for (codes, t) in codes.iter_mut().zip(TOKENS * g..tokens.count) {
+            rows.load(isa, t, CHUNK * chunk, &mut x[..len]);
+            activations::quantise(&x, Fam::ACT_BLOCK, codes);
+        }
+        Fam::interleave(&codes, &mut acts);
+        put(tokens.index(g, chunk), &acts);
+    }
+}
+
+/// The same for the f32 path.
+#[inline(always)]
+pub fn interleave_group<I: Isa>(
+    isa: I,
+    tokens: Tokens,
+    cols: usize,
+    g: usize,
+    rows: &impl Rows,
+    mut put: impl FnMut(usize, &FloatActs),
+) {
+    let mut acts = FloatActs { x: [[0.0; TOKENS]; CHUNK] };
+    for chunk in 0..tokens.chunks {
+        let mut x = [0.0; CHUNK];
+        let len = CHUNK.min(cols - CHUNK * chunk);
+        for (i, t) in (TOKENS * g..tokens.count.min(TOKENS * (g + 1))).enumerate() {
+            rows.load(isa, t, CHUNK * chunk, &mut x[..len]);
+            for (acts, x) in acts.x.iter_mut().zip(x) {
+                acts[i] = x;
+            }
+        }
+        put(tokens.index(g, chunk), &acts);
+    }
+}
+
+/// Where a row group's blocks come from.
+#[derive(Clone, Copy)]
+pub enum Source<'a> {
+    Packed(&'a [u8]),
+    Raw(RawRows<'a>),
+}
+
+/// Prefetches and views the packed blocks of a chunk, or packs them from raw rows.
+#[inline(always)]
+fn chunk_blocks<'a, I: Isa, F: Format>(
+    isa: I,
+    source: Source<'a>,
+    group: usize,
+    nb: usize,
+    first: usize,
+    scratch: &'a mut [F::Block],
+) -> &'a [F::Block] {
+    match source {
+        Source::Packed(bytes) => {
+            let (len, count) = (size_of::<F::Block>(), scratch.len());
+            let chunk = &bytes[(group * nb + first) * len..][..count * len];
+            debug_assert!(chunk.as_ptr().cast::<F::Block>().is_aligned());
+            for line in (0..count * len).step_by(64) {
+                isa.prefetch(chunk.as_ptr().wrapping_add(line + PREFETCH));
+            }
+            // SAFETY: packed data starts aligned and consists of whole blocks; any bytes are a valid block.
+            unsafe { std::slice::from_raw_parts(chunk.as_ptr().cast(), count) }
+        }
+        Source::Raw(raw) => {
+            pack_blocks::<F>(raw, group, first, scratch);
+            scratch
+        }
+    }
+}
+
+/// How far ahead of the unpacker packed weights are asked for.
+const PREFETCH: usize = 2048;
+
+/// `out[token][row] = ` product of row group `group` with the tokens of one block, whose activations are `acts[chunk][group]`.
+#[inline(always)]
+pub fn row_group<I: Isa, F: Format>(
+    isa: I,
+    source: Source<'_>,
+    group: usize,
+    cols: usize,
+    acts: &[<F::Family as Family>::Acts],
+    tile: &mut Tile,
+    out: &mut [[f32; ROWS]],
+) {
+    let nb = blocks_per_row::<F>(cols);
+    let per_chunk = CHUNK / <F::Family as Family>::ELEMENTS;
+    out.fill([0.0; ROWS]);
+    // SAFETY: plain bytes, any of them valid.
+    let mut scratch: [F::Block; 8] = unsafe { std::mem::zeroed() };
+    for (chunk, acts) in acts.chunks_exact(out.len().div_ceil(TOKENS)).enumerate() {
+        let first = chunk * per_chunk;
+        let count = per_chunk.min(nb - first);
+        let blocks = chunk_blocks::<I, F>(isa, source, group, nb, first, &mut scratch[..count]);
+        for (slot, block) in blocks.iter().enumerate() {
+            F::unpack::<I::V>(block, slot, tile);
+        }
+        for (acts, out) in acts.iter().zip(out.chunks_mut(TOKENS)) {
+            <F::Family as Family>::apply::<I, F>(isa, tile, acts, out.len(), count, out);
+        }
+    }
+}
+
+/// The same with weights decoded to f32.
+#[inline(always)]
+pub fn row_group_decoded<I: Isa, F: Format>(
+    isa: I,
+    source: Source<'_>,
+    group: usize,
+    cols: usize,
+    acts: &[FloatActs],
+    tile: &mut Tile,
+    decoded: &mut FloatTile,
+    out: &mut [[f32; ROWS]],
+) {
+    let nb = blocks_per_row::<F>(cols);
+    let per_chunk = CHUNK / <F::Family as Family>::ELEMENTS;
+    out.fill([0.0; ROWS]);
+    // SAFETY: plain bytes, any of them valid.
+    let mut scratch: [F::Block; 8] = unsafe { std::mem::zeroed() };
+    for (chunk, acts) in acts.chunks_exact(out.len().div_ceil(TOKENS)).enumerate() {
+        let first = chunk * per_chunk;
+        let count = per_chunk.min(nb - first);
+        let blocks = chunk_blocks::<I, F>(isa, source, group, nb, first, &mut scratch[..count]);
+        for (slot, block) in blocks.iter().enumerate() {
+            F::unpack::<I::V>(block, slot, tile);
+        }
+        let cols = count * <F::Family as Family>::ELEMENTS;
+        decode_tile::<I::V, F>(tile, cols / 4, decoded);
+        for (acts, out) in acts.iter().zip(out.chunks_mut(TOKENS)) {
+            isa.float(decoded, acts, out.len(), cols, out);
+        }
+    }
+}
+
+/// The same for float weights.
+#[inline(always)]
+pub fn row_group_float<I: Isa, F: FloatFormat>(
+    isa: I,
+    source: Source<'_>,
+    group: usize,
+    cols: usize,
+    acts: &[FloatActs],
+    decoded: &mut FloatTile,
+    out: &mut [[f32; ROWS]],
+) {
+    out.fill([0.0; ROWS]);
+    // SAFETY: plain numbers, any bits of them valid.
+    let mut scratch: [[F::Element; ROWS]; CHUNK] = unsafe { std::mem::zeroed() };
+    for (chunk, acts) in acts.chunks_exact(out.len().div_ceil(TOKENS)).enumerate() {
+        let first = chunk * CHUNK;
+        let count = CHUNK.min(cols - first);
+        let planes: &[[F::Element; ROWS]] = match source {
+            Source::Packed(bytes) => {
+                let len = size_of::<[F::Element; ROWS]>();
+                let chunk = &bytes[(group * cols + first) * len..][..count * len];
+                debug_assert!(chunk.as_ptr().cast::<[F::Element; ROWS]>().is_aligned());
+                // SAFETY: packed data starts aligned and consists of whole planes of plain numbers.
+                unsafe { std::slice::from_raw_parts(chunk.as_ptr().cast(), count) }
+            }
+            Source::Raw(raw) => {
+                pack_columns::<F>(raw, group, first, &mut scratch[..count]);
+                &scratch[..count]
+            }
+        };
+        decode_columns::<I, F>(isa, planes, decoded);
+        for (acts, out) in acts.iter().zip(out.chunks_mut(TOKENS)) {
+            isa.float(decoded, acts, out.len(), count, out);
+        }
+    }
+}
+
+/// Runs `$body` with `$F` the [`Format`] of a GGUF type id, or `$float` with `$G` the [`FloatFormat`].
+#[macro_export]
+macro_rules! with_gguf_format {
+    ($id:expr, $F:ident => $body:expr, $G:ident => $float:expr) => {{
+        use $crate::cpu::qgemm::{float, formats};
+        macro_rules! quantised {
+            ($format:ident) => {{
+                type $F = formats::$format;
+                $body
+            }};
+        }
+        macro_rules! plain {
+            ($format:ident) => {{
+                type $G = float::$format;
+                $float
+            }};
+        }
+        match $id {
+            1 => plain!(F16),
+            2 => quantised!(Q4_0),
+            3 => quantised!(Q4_1),
+            6 => quantised!(Q5_0),
+            7 => quantised!(Q5_1),
+            8 => quantised!(Q8_0),
+            10 => quantised!(Q2K),
+            11 => quantised!(Q3K),
+            12 => quantised!(Q4K),
+            13 => quantised!(Q5K),
+            14 => quantised!(Q6K),
+            20 => quantised!(Iq4Nl),
+            23 => quantised!(Iq4Xs),
+            30 => plain!(Bf16),
+            39 => quantised!(Mxfp4),
+            id => {
+                debug_assert_eq!(id, 0);
+                plain!(F32)
+            }
+        }
+    }};
+}
+
+/// The activation layout a weight reads.
+pub fn layout(format: i32, f32_compute: bool) -> Layout {
+    with_gguf_format!(format, F => if f32_compute { Layout::Float } else { <<F as Format>::Family as Family>::LAYOUT }, _G => Layout::Float)
+}
+
+/// Bytes of a packed copy.
+pub fn packed_bytes(format: i32, rows: usize, cols: usize) -> usize {
+    let groups = rows.div_ceil(ROWS);
+    with_gguf_format!(format,
+        F => groups * blocks_per_row::<F>(cols) * size_of::<<F as Format>::Block>(),
+        G => groups * cols * size_of::<[<G as FloatFormat>::Element; ROWS]>())
+}
+
+/// Packs row group `group` into its part of the packed copy.
+pub fn pack_group(format: i32, raw: RawRows<'_>, cols: usize, group: usize, out: &mut [u8]) {
+    debug_assert!(out.as_ptr().cast::<u32>().is_aligned());
+    with_gguf_format!(format, F => {
+        let count = blocks_per_row::<F>(cols);
+        assert_eq!(out.len(), count * size_of::<<F as Format>::Block>());
+        // SAFETY: aligned (groups are whole dwords) and as long as asserted; any bytes are a valid block.
+        pack_blocks::<F>(raw, group, 0, unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), count) });
+    }, G => {
+        assert_eq!(out.len(), cols * size_of::<[<G as FloatFormat>::Element; ROWS]>());
+        // SAFETY: as above.
+        pack_columns::<G>(raw, group, 0, unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), cols) });
+    })
+}

@@ -1,0 +1,119 @@
+//! The tile kernels in plain Rust, for CPUs without one of their own: the same integers, floats without fused multiply-add.
+
+use super::activations::{ByteActs, SuperActs, WordActs};
+use super::float::{FloatActs, FloatTile};
+use super::formats::Format;
+use super::formats::Tile;
+use super::lanes::Plain;
+use super::{Isa, ROWS};
+
+#[derive(Clone, Copy, Debug)]
+pub struct Portable;
+
+/// Sum of the centred products of one row and token over some steps; `minus_sum` the token's pair of negated sums.
+#[inline(always)]
+fn byte_dot(q: &[[u32; 16]], a: &[[u32; 4]], r: usize, t: usize) -> i32 {
+    let mut sum = 0;
+    for (q, a) in q.iter().zip(a) {
+        for (q, a) in q[r].to_le_bytes().into_iter().zip(a[t].to_le_bytes()) {
+            sum += i32::from(q) * i32::from(a as i8);
+        }
+    }
+    sum
+}
+
+#[inline(always)]
+fn pair_sum(v: u32) -> i32 {
+    i32::from(v as i16) + i32::from((v >> 16) as i16)
+}
+
+impl Isa for Portable {
+    type V = Plain;
+
+    #[inline(always)]
+    fn enter<R>(self, f: impl FnOnce() -> R) -> R {
+        f()
+    }
+
+    fn byte_blocks<F: Format>(
+        self,
+        tile: &Tile,
+        acts: &ByteActs,
+        tokens: usize,
+        blocks: usize,
+        out: &mut [[f32; ROWS]],
+    ) {
+        for b in 0..blocks {
+            let steps = 8 * b..8 * b + 8;
+            for (t, out) in out[..tokens].iter_mut().enumerate() {
+                let offset = if F::SHIFT > 0 { pair_sum(acts.minus_sum[b][t]) << F::SHIFT } else { 0 };
+                for (r, y) in out.iter_mut().enumerate() {
+                    let dot = byte_dot(&tile.q[steps.clone()], &acts.q[steps.clone()], r, t) + offset;
+                    *y += dot as f32 * (tile.scale[b][r] * acts.d[b][t]);
+                    if F::MIN {
+                        *y += tile.min[b][r] * acts.sum[b][t];
+                    }
+                }
+            }
+        }
+    }
+
+    fn byte_super<F: Format, const SUBS: usize>(
+        self,
+        tile: &Tile,
+        acts: &SuperActs,
+        tokens: usize,
+        out: &mut [[f32; ROWS]],
+    ) {
+        let steps = 64 / SUBS;
+        for (t, out) in out[..tokens].iter_mut().enumerate() {
+            for (r, y) in out.iter_mut().enumerate() {
+                let mut dot = 0;
+                for j in 0..SUBS {
+                    let range = steps * j..steps * (j + 1);
+                    let sums = &acts.minus_sum[steps / 4 * j..steps / 4 * (j + 1)];
+                    let offset =
+                        if F::SHIFT > 0 { sums.iter().map(|s| pair_sum(s[t])).sum::<i32>() << F::SHIFT } else { 0 };
+                    let sub = byte_dot(&tile.q[range.clone()], &acts.q[range], r, t) + offset;
+                    dot += sub * i32::from(tile.sub_scale[j][r] as i16);
+                }
+                *y += dot as f32 * (tile.scale[0][r] * acts.d[t]);
+                if F::MIN {
+                    for j in 0..SUBS {
+                        *y += tile.min[j][r] * if SUBS == 16 { acts.sum16[j][t] } else { acts.sum32[j][t] };
+                    }
+                }
+            }
+        }
+    }
+
+    fn word_blocks(self, tile: &Tile, acts: &WordActs, tokens: usize, blocks: usize, out: &mut [[f32; ROWS]]) {
+        for b in 0..blocks {
+            for (t, out) in out[..tokens].iter_mut().enumerate() {
+                for (r, y) in out.iter_mut().enumerate() {
+                    let mut dot = 0;
+                    for i in 16 * b..16 * b + 16 {
+                        let (q, a) = (tile.q[i][r], acts.q[i][t]);
+                        dot += i32::from(q as i16) * i32::from(a as i16)
+                            + i32::from((q >> 16) as i16) * i32::from((a >> 16) as i16);
+                    }
+                    *y += dot as f32 * (tile.scale[b][r] * acts.d[b][t]);
+                }
+            }
+        }
+    }
+
+    fn float(self, tile: &FloatTile, acts: &FloatActs, tokens: usize, cols: usize, out: &mut [[f32; ROWS]]) {
+        for (t, out) in out[..tokens].iter_mut().enumerate() {
+            let mut acc = [0.0; ROWS];
+            for (w, x) in tile.w[..cols].iter().zip(&acts.x) {
+                for (y, w) in acc.iter_mut().zip(w) {
+                    *y += w * x[t];
+                }
+            }
+            for (y, acc) in out.iter_mut().zip(acc) {
+                *y += acc;
+            }
+        }
+    }
+}
