@@ -1,73 +1,8 @@
 /* The engine's callbacks: parallel_for (serial, backwards, on the engine's own threads, also from several calls at once) and log.
  * Results are the same bits for every way of running them. */
 #define _POSIX_C_SOURCE 200809L
+#include "engine_threads.h"
 #include "valid_calls.h"
-
-#include <pthread.h>
-
-enum { MAX_THREADS = 4 };
-
-/* What a callback saw, and whether the library kept its side of the contract. */
-struct engine {
-    int threads, backwards;
-    pthread_mutex_t lock;
-    pthread_key_t in_task;
-    unsigned calls, tasks, nested;
-};
-
-struct job {
-    struct engine *engine;
-    pkv_task_fn run;
-    void *task;
-    uint32_t first, step, count;
-};
-
-static void *work(void *arg)
-{
-    const struct job *job = (const struct job *)arg;
-    pthread_setspecific(job->engine->in_task, job);
-    for (uint32_t i = job->first; i < job->count; i += job->step)
-        job->run(job->task, job->engine->backwards ? job->count - 1 - i : i);
-    pthread_setspecific(job->engine->in_task, NULL);
-    return NULL;
-}
-
-static void parallel_for(void *user, uint32_t count, pkv_task_fn run, void *task)
-{
-    struct engine *engine = (struct engine *)user;
-    pthread_mutex_lock(&engine->lock);
-    engine->calls++;
-    engine->tasks += count;
-    engine->nested += pthread_getspecific(engine->in_task) != NULL;
-    pthread_mutex_unlock(&engine->lock);
-    struct job jobs[MAX_THREADS];
-    pthread_t threads[MAX_THREADS];
-    for (int t = 0; t < engine->threads; ++t) {
-        struct job job = {engine, run, task, (uint32_t)t, (uint32_t)engine->threads, count};
-        jobs[t] = job;
-        if (t && pthread_create(&threads[t], NULL, work, &jobs[t]))
-            exit(2);
-    }
-    work(&jobs[0]);
-    for (int t = 1; t < engine->threads; ++t)
-        pthread_join(threads[t], NULL);
-}
-
-static void engine_open(struct engine *engine, int threads, int backwards)
-{
-    memset(engine, 0, sizeof *engine);
-    engine->threads = threads;
-    engine->backwards = backwards;
-    pthread_mutex_init(&engine->lock, NULL);
-    pthread_key_create(&engine->in_task, NULL);
-}
-
-static void engine_close(struct engine *engine)
-{
-    CHECK(engine->nested == 0); /* never from inside a task */
-    pthread_mutex_destroy(&engine->lock);
-    pthread_key_delete(engine->in_task);
-}
 
 static pkv_context_options options(uint32_t threads)
 {
@@ -101,7 +36,7 @@ static void same_bits_on_any_threads(void)
     world_close(&w);
 
     const uint32_t pools[] = {2, 3, 7};
-    for (int p = 0; p < 3; ++p) {
+    for (int p = 0; p < OWN_POOLS * 3; ++p) {
         o = options(pools[p]);
         world_open(&w, &o);
         CHECK(pkv_context_num_threads(w.ctx) == pools[p]);
@@ -118,13 +53,14 @@ static void same_bits_on_any_threads(void)
         struct engine engine;
         engine_open(&engine, engines[e].threads, engines[e].backwards);
         o = options(engines[e].told);
-        o.parallel_for = parallel_for;
+        o.parallel_for = engine_parallel_for;
         o.parallel_user = &engine;
         world_open(&w, &o);
         CHECK(pkv_context_num_threads(w.ctx) == (engines[e].told ? engines[e].told : 1)); /* 1 if the engine says nothing */
         run_all(&w, got);
         CHECK(memcmp(want, got, sizeof got) == 0);
         world_close(&w);
+        CHECK((engine.calls > 0) == (engines[e].told > 1)); /* asked only where there are threads to give */
         engine_close(&engine);
     }
 }
@@ -136,7 +72,7 @@ static void long_work_is_given_to_the_engine(void)
     struct engine engine;
     engine_open(&engine, 3, 0);
     pkv_context_options o = options(3);
-    o.parallel_for = parallel_for;
+    o.parallel_for = engine_parallel_for;
     o.parallel_user = &engine;
     pkv_context *ctx = NULL;
     OK(pkv_context_create(&o, &ctx, &check_err));

@@ -1,9 +1,8 @@
 /* Many threads, one context, one collection, one set of weights: each thread has its own layer, its own batch and its own error. Results are those of
  * a thread alone, and no thread sees another's error. Also contexts made and destroyed while others work. Run under ThreadSanitizer as well. */
 #define _POSIX_C_SOURCE 200809L
+#include "engine_threads.h"
 #include "valid_calls.h"
-
-#include <pthread.h>
 
 enum { THREADS = 8, ROUNDS = 12, BIG_TOKENS = 40, BIG_HEAD = 32, BIG_PAGE = 16, BIG_PAGES = 3, WIDTH = 64 };
 
@@ -111,8 +110,8 @@ static void *worker_main(void *arg)
             pkv_context_options o = {0};
             o.struct_size = sizeof o;
             o.abi_version = PKV_ABI_VERSION;
-            o.num_threads = 2;
-            me->wrong += pkv_context_create(&o, &mine, NULL) != PKV_OK || pkv_context_num_threads(mine) != 2;
+            o.num_threads = OWN_POOLS ? 2 : 1;
+            me->wrong += pkv_context_create(&o, &mine, NULL) != PKV_OK || pkv_context_num_threads(mine) != o.num_threads;
             pkv_context_destroy(mine);
         }
         me->wrong += !pkv_build_info()[0] || !pkv_version()[0] || pkv_abi_version() != PKV_ABI_VERSION;
@@ -120,15 +119,20 @@ static void *worker_main(void *arg)
     return NULL;
 }
 
-int main(void)
+/* All workers on one context: the library's pool, shared by all callers, or the engine's threads. */
+static void many_callers(struct engine *engine)
 {
-    static struct shared s;
+    struct shared s = {0};
     pthread_mutex_init(&s.lock, NULL);
     pthread_cond_init(&s.start, NULL);
     pkv_context_options o = {0};
     o.struct_size = sizeof o;
     o.abi_version = PKV_ABI_VERSION;
-    o.num_threads = 3; /* the pool is shared by all callers */
+    o.num_threads = 3;
+    if (engine) {
+        o.parallel_for = engine_parallel_for;
+        o.parallel_user = engine;
+    }
     OK(pkv_context_create(&o, &s.ctx, &check_err));
     pkv_collection_options c = {0};
     c.struct_size = sizeof c;
@@ -160,7 +164,7 @@ int main(void)
         struct worker worker = {&s, t, 0};
         workers[t] = worker;
         if (pthread_create(&threads[t], NULL, worker_main, &workers[t]))
-            return 2;
+            exit(2);
     }
     for (int t = 0; t < THREADS; ++t) {
         pthread_join(threads[t], NULL);
@@ -171,6 +175,7 @@ int main(void)
     static float q[ROW], keys[ROW], values[ROW], alone_q[ROW], alone_keys[ROW], alone_values[ROW];
     pkv_context *single = NULL;
     o.num_threads = 1;
+    o.parallel_for = NULL;
     OK(pkv_context_create(&o, &single, &check_err));
     struct shared alone = s;
     alone.ctx = single;
@@ -186,5 +191,17 @@ int main(void)
     pkv_gguf_weight_destroy(s.weight);
     pkv_collection_destroy(s.cache);
     pkv_context_destroy(s.ctx);
+    pthread_cond_destroy(&s.start);
+    pthread_mutex_destroy(&s.lock);
+}
+
+int main(void)
+{
+    struct engine engine;
+    engine_open(&engine, 3, 0);
+    many_callers(&engine);
+    engine_close(&engine);
+    if (OWN_POOLS)
+        many_callers(NULL);
     return check_end();
 }
