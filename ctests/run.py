@@ -150,6 +150,14 @@ def ctest(build=TARGET / "ctests", *options, env=None):
 LIB = TARGET / "ctests/pagedkv/lib"  # where the build above puts libpagedkv.so and its links
 
 
+def checked_example(program, env=None):
+    """Runs an example, which compares its own results and says so."""
+    output = run(program, env=env, timeout=60)
+    if "right" not in output:
+        raise Failed(f"{program} did not say that its results are right:\n{output}")
+    return output
+
+
 def go_example():
     """cgo links the shared library as an engine would: -lpagedkv, found through its SONAME."""
     env = {"CGO_ENABLED": "1", "CGO_CFLAGS": f"-I{ROOT}/include", "CGO_LDFLAGS": f"-L{LIB} -lpagedkv -Wl,-rpath,{LIB}", "GOTOOLCHAIN": "local",
@@ -157,7 +165,7 @@ def go_example():
     go, program = tool("go"), TARGET / "go/example"
     run(go, "vet", ".", cwd=CTESTS / "examples/go", env=env)
     run(go, "build", "-o", program, ".", cwd=CTESTS / "examples/go", env=env)
-    return run(program, env={"GODEBUG": "cgocheck=1"}, timeout=60)
+    return checked_example(program, env={"GODEBUG": "cgocheck=1"})
 
 
 def zig_example():
@@ -165,7 +173,7 @@ def zig_example():
     program.parent.mkdir(parents=True, exist_ok=True)
     run(tool("zig"), "build-exe", CTESTS / "examples/zig/main.zig", "-lc", "-I", ROOT / "include", "-L", LIB, "-lpagedkv", "-rpath", LIB, f"-femit-bin={program}",
         env={"ZIG_GLOBAL_CACHE_DIR": str(TARGET / "zig/cache"), "ZIG_LOCAL_CACHE_DIR": str(TARGET / "zig/cache")})
-    return run(program, timeout=60)
+    return checked_example(program)
 
 
 def emulated_cuda():
@@ -240,6 +248,7 @@ def check():
     report.step("cargo clippy", run, "cargo", "clippy", "--locked", "--all-targets", "--", "-D", "warnings")
     report.step("cargo clippy without CUDA", run, "cargo", "clippy", "--locked", "--no-default-features", "--all-targets", "--", "-D", "warnings")
     report.step("cargo doc", run, "cargo", "doc", "--locked", "--no-deps", env={"RUSTDOCFLAGS": "-D warnings"})
+    report.step("header as generated, and its changelog", run, "cargo", "test", "--locked", "--test", "header")
     report.step("build of the library", lambda: build_ctests(targets=["pagedkv_cargo"]))
     report.step("exported symbols, SONAME", exported_symbols)
     report.step("static link line", static_link_line)

@@ -14,11 +14,16 @@ enum op { QKV, ROPE, PREFILL, INDEXER, STORE, GATHER, MERGE, NUM_OPS };
 static const char *const op_names[NUM_OPS] = {"pkv_qkv_matmul_gguf", "pkv_mla_rope_rmsnorm_quantize", "pkv_mla_prefill_fp8", "pkv_mla_indexer_fp8",
                                               "pkv_kv_store", "pkv_kv_gather", "pkv_merge_attention"};
 
+/* Widths of a head, the rope part, q's other part, a value, an index key; a test may ask for odd ones. */
+#ifndef WORLD_WIDTHS
+#define WORLD_WIDTHS HEAD = 16, R = 16, NOPE = 32, VDIM = 24, DEPTH = 64
+#endif
 enum {
-    BLOCKS = 4, LAYERS = 2, PAGE = 4, HEADS = 2, HEAD = 16, /* the plain collection: f32, keys and values */
+    WORLD_WIDTHS,
+    BLOCKS = 4, LAYERS = 2, PAGE = 4, HEADS = 2,            /* the plain collection: f32, keys and values */
     K = 64,                                                 /* model width of the GGUF matmul */
-    RANK = 128, R = 16, MLA_HEAD = RANK + R, NOPE = 32, VDIM = 24, /* the MLA collection: f32 */
-    DEPTH = 64, TOP_K = 8,                                  /* the indexer's: fp8 with one f32 scale a row */
+    RANK = 128, MLA_HEAD = RANK + R,                        /* the MLA collection: f32 */
+    TOP_K = 8,                                              /* the indexer's collection: fp8 with one f32 scale a row */
     BATCH = 2, PAGES = 2, TOKENS = 5, ROWS = 7,             /* sequence 0: 3 new; sequence 1: 2 cached, 2 new; ROWS: 3 + 4 keys */
     POSITIONS = 8, ARENA = 1 << 20, WORKSPACE = 1 << 18
 };
