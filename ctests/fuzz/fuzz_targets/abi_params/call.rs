@@ -60,7 +60,9 @@ pub struct Call {
     /// Which caches of the layer are written (0 keys, 1 values), and where layer_idx lies in params.
     pub stores: fn(&Image) -> Vec<u32>,
     pub layer_idx: Option<usize>,
-    /// The call is not as the header demands, already.
+    /// Faults that a call cannot survive, put in on purpose.
+    pub faults: Vec<&'static str>,
+    /// Something was changed that may be a fault or not.
     pub spoilt: bool,
 }
 
@@ -241,27 +243,58 @@ impl Call {
         data.chain(self.arrays.iter().map(|a| a.offset)).chain(self.handles.iter().copied()).chain(self.batch).collect()
     }
 
-    /// Half of the calls stay as they were made.
+    /// A quarter of the calls stay as they were made.
     fn spoil(&mut self, source: &mut Source<'_>, world: &mut World) {
-        for _ in 0..[0, 0, 0, 0, 1, 1, 2, 3][source.below(8)] {
+        for _ in 0..[0, 0, 1, 1, 1, 1, 2, 3][source.below(8)] {
             self.spoilt = true;
             match source.below(8) {
-                0 | 1 => world.spoil_batch(source),
+                0 | 1 if self.batch.is_some() => world.spoil_batch(source),
                 2 if !self.arrays.is_empty() => {
                     let array = source.below(self.arrays.len());
                     spoil_array(&mut self.arrays[array].values, source);
+                }
+                3..=5 => {
+                    let field = source.below(self.tensors.len());
+                    self.spoil_tensor(self.tensors[field].offset, source);
                 }
                 _ => self.params.spoil(source, &self.pointers()),
             }
         }
     }
 
+    /// Changes a tensor's description by a little: what a kernel would run past.
+    fn spoil_tensor(&mut self, offset: usize, source: &mut Source<'_>) {
+        let mut t: pkv_tensor = self.params.get(offset);
+        if t.dtype == 0 {
+            return;
+        }
+        let ndim = t.ndim as usize % 5;
+        let d = source.below(ndim.max(1));
+        match source.below(8) {
+            0 | 1 => t.shape[d] -= 1,
+            2 => t.shape[d] += 1,
+            3 => t.dtype = 1 + source.below(11) as i32,
+            4 => t.ndim += source.pick(&[1, -1]),
+            _ => {
+                if let Some(stride) = strides(&t, ndim) {
+                    t.stride[..ndim].copy_from_slice(&stride);
+                    t.stride[d] += source.pick(&[-1, 1, -2, -t.stride[d]]);
+                }
+            }
+        }
+        self.params.set(offset, t);
+    }
+
     pub fn go(mut self, source: &mut Source<'_>, mut world: World) {
         self.spoil(source, &mut world);
-        let once_wrong = |source: &mut Source<'_>, spoilt: &mut bool| {
-            let wrong = source.once_in(64);
-            *spoilt |= wrong;
-            wrong
+        let described = self.spoilt;
+        let mut faults = std::mem::take(&mut self.faults);
+        let mut put_fault = |source: &mut Source<'_>, what: &'static str| {
+            let put = source.once_in(64);
+            if put {
+                faults.push(what);
+            }
+            put
         };
         let wild = source.below(3) == 1;
 
@@ -269,13 +302,17 @@ impl Call {
         for field in &self.tensors {
             let t: pkv_tensor = self.params.get(field.offset);
             let mut data = null_mut();
-            if t.dtype != 0 && !once_wrong(source, &mut self.spoilt) {
-                let len = extent(&t).unwrap_or(16);
+            let span = extent(&t);
+            // Without elements there is nothing to point to, and a spoilt description may be one that is not looked at.
+            let matters = !described && span.is_some_and(|n| n > 0);
+            if t.dtype != 0 && !(matters && put_fault(source, "a tensor without data")) {
+                let len = span.unwrap_or(16);
                 let alias = field.alias.map(|i| placed[i]).filter(|(other, _)| {
                     (other.dtype, other.ndim, other.shape, other.stride) == (t.dtype, t.ndim, t.shape, t.stride)
                         && source.below(2) == 1
                 });
-                let shift = usize::from(once_wrong(source, &mut self.spoilt));
+                let wide = super::world::dtype_size(t.dtype).is_some_and(|size| size > 1);
+                let shift = usize::from(alias.is_none() && matters && wide && put_fault(source, "a misaligned tensor"));
                 data = match alias {
                     Some((_, other)) => other,
                     None if len > MOST_BYTES => null_mut(),
@@ -289,7 +326,12 @@ impl Call {
         }
         let batch_size = world.batch.get::<u32>(offset_of!(pkv_batch, batch_size)) as usize;
         for array in &self.arrays {
-            let missing = array.values.is_empty() || once_wrong(source, &mut self.spoilt);
+            let optional = array.extra == 0;
+            let missing = if optional {
+                array.values.is_empty()
+            } else {
+                !described && batch_size > 0 && put_fault(source, "no row offsets")
+            };
             let data = if missing {
                 null_mut()
             } else {
@@ -298,22 +340,30 @@ impl Call {
             self.params.set(array.offset, data);
         }
         for &handle in &self.handles {
-            if once_wrong(source, &mut self.spoilt) {
+            if put_fault(source, "a NULL handle") {
                 self.params.set(handle, 0u64);
             }
         }
         if let Some(offset) = self.batch {
-            let (spoil_size, absent) = (once_wrong(source, &mut self.spoilt), once_wrong(source, &mut self.spoilt));
             let image = world.placed_batch();
-            let batch = if absent { null_mut() } else { image.place("batch", &mut world.memory, source, spoil_size) };
+            let batch = if put_fault(source, "no batch") {
+                null_mut()
+            } else {
+                let spoil_size = source.once_in(64);
+                self.spoilt |= spoil_size;
+                image.place("batch", &mut world.memory, source, spoil_size)
+            };
             self.params.set(offset, batch);
         }
-        let spoil_size = once_wrong(source, &mut self.spoilt);
+        let spoil_size = source.once_in(64);
+        self.spoilt |= spoil_size;
         let params = self.params.place("params", &mut world.memory, source, spoil_size);
-        let ctx = if once_wrong(source, &mut self.spoilt) { null_mut() } else { world.ctx };
-        let params = if once_wrong(source, &mut self.spoilt) { null_mut() } else { params };
-        let stream =
-            pkv_stream { native: if once_wrong(source, &mut self.spoilt) { 64 as *mut c_void } else { null_mut() } };
+        let ctx = if put_fault(source, "no context") { null_mut() } else { world.ctx };
+        let params = if put_fault(source, "no params") { null_mut() } else { params };
+        let stream = pkv_stream { native: if put_fault(source, "a stream") { 64 as *mut c_void } else { null_mut() } };
+        // The faults that a query sees, which looks at neither stream nor addresses.
+        let of_handles = ["a NULL handle", "a foreign handle", "no batch", "no context", "no params"];
+        let query_faults = faults.iter().any(|fault| of_handles.contains(fault));
 
         world.memory.remember();
         let query_what = format!("{}_workspace_size", self.name);
@@ -324,16 +374,22 @@ impl Call {
         error.check(query, &query_what);
         world.memory.assert_unchanged(&query_what);
         assert!(query == PKV_OK || bytes == usize::MAX, "{query_what} refused, and wrote");
-        if !self.spoilt {
+        if query_faults {
+            assert_ne!(query, PKV_OK, "{query_what} accepts {faults:?}");
+        } else if !self.spoilt {
             assert_eq!(query, PKV_OK, "{query_what} refuses a good call: {}", error.message());
         }
 
         // A workspace is nobody's output: what lies in it afterwards is not looked at, only that a refused call leaves it alone.
         let want = if query == PKV_OK && bytes <= 1 << 24 { bytes } else { 0 };
-        let (size, shift, choice) = match source.below(8) {
+        let mut fault = |what| {
+            faults.push(what);
+            what
+        };
+        let (size, shift, _) = match source.below(8) {
             0..=2 => (0, 0, "none"),
-            3 if want > 0 => (want - 1, 0, "too small"),
-            4 => (want + 256, 8, "misaligned"),
+            3 if want > 0 => (want - 1, 0, fault("a workspace that is too small")),
+            4 => (want + 256, 8, fault("a misaligned workspace")),
             5 => (want + 300, 0, "large"),
             _ => (want, 0, "exact"),
         };
@@ -342,7 +398,7 @@ impl Call {
                 if size == 0 { null_mut() } else { memory.alloc("workspace", size, shift, |bytes| bytes.fill(0x5a)) };
             pkv_buffer { data: data.cast(), size }
         };
-        let call = |world: &mut World, given: pkv_buffer, source: &mut Source<'_>, spoilt: bool| {
+        let call = |world: &mut World, given: pkv_buffer, source: &mut Source<'_>| {
             world.memory.remember();
             let mut error = ErrorSlot::new(source);
             // SAFETY: as above; the workspace is as large as it says.
@@ -359,22 +415,24 @@ impl Call {
                 world.memory.assert_only_allowed_changed(self.name);
                 assert_eq!(query, PKV_OK, "{} runs what its query refuses", self.name);
             }
-            assert!(spoilt || status == PKV_OK, "{} refuses a good call: {}", self.name, error.message());
+            if faults.is_empty() {
+                assert!(self.spoilt || status == PKV_OK, "{} refuses a good call: {}", self.name, error.message());
+            } else {
+                assert_ne!(status, PKV_OK, "{} accepts {faults:?}", self.name);
+            }
             status
         };
         let given = workspace(&mut world.memory, size, shift);
-        let status = call(&mut world, given, source, self.spoilt || matches!(choice, "too small" | "misaligned"));
-        match choice {
-            "too small" if !self.spoilt => assert_eq!(status, PKV_ERR_WORKSPACE, "{}", self.name),
-            "misaligned" => assert_ne!(status, PKV_OK, "{}", self.name),
-            _ => {}
+        let status = call(&mut world, given, source);
+        if faults == ["a workspace that is too small"] && !self.spoilt {
+            assert_eq!(status, PKV_ERR_WORKSPACE, "{}", self.name);
         }
         if status == PKV_OK {
             // The same call in another workspace gives the same bits.
             let first = world.memory.contents();
             world.memory.restore();
             let given = workspace(&mut world.memory, if size == 0 { want } else { 0 }, 0);
-            let again = call(&mut world, given, source, false);
+            let again = call(&mut world, given, source);
             assert_eq!(again, PKV_OK);
             world.memory.assert_same(&first, "workspace", self.name);
         }
@@ -407,12 +465,16 @@ fn allow(
         let size = super::world::dtype_size(t.dtype).expect("a call with it succeeded");
         let stride = strides(t, ndim).expect("a call with it succeeded");
         let rows = rows.min(t.shape[0] as usize);
+        let mut written = vec![false; extent(t).expect("a call with it succeeded") / size];
         let outer: Vec<usize> = std::iter::once(rows).chain(t.shape[1..ndim - 1].iter().map(|&n| n as usize)).collect();
         for i in 0..outer.iter().product() {
             let (mut rest, mut at) = (i, 0);
             for (d, &n) in outer.iter().enumerate().rev() {
                 at += rest % n * stride[d] as usize;
                 rest /= n;
+            }
+            for element in &mut written[at + from..at + t.shape[ndim - 1] as usize] {
+                assert!(!std::mem::replace(element, true), "{} overlaps itself, and is taken: {t:?}", field.name);
             }
             world.memory.allow(*data, (at + from) * size..(at + t.shape[ndim - 1] as usize) * size);
         }

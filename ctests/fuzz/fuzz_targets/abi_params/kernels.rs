@@ -66,6 +66,7 @@ macro_rules! call {
             batch: None,
             stores: |_| Vec::new(),
             layer_idx: None,
+            faults: Vec::new(),
             spoilt: false,
         }
     };
@@ -74,7 +75,7 @@ macro_rules! call {
             handles: vec![offset_of!($type, collection)],
             batch: Some(offset_of!($type, batch)),
             layer_idx: Some(offset_of!($type, layer_idx)),
-            spoilt: $world.foreign,
+            faults: if $world.foreign { vec!["a foreign handle"] } else { Vec::new() },
             ..call!($run, $query, $params, $tensors)
         }
     };

@@ -201,7 +201,7 @@ pub fn weights(source: &mut Source<'_>) {
     let row_bytes = format.row_bytes(cols).expect("whole blocks");
     let stride = row_bytes + source.pick(&[0, 0, 1, 16]);
     let size = (rows - 1) * stride + row_bytes;
-    let short = source.once_in(8);
+    let short = source.once_in(4);
     let mut memory = Memory::default();
     let size = size - usize::from(short);
     let random = &mut source.random;

@@ -222,11 +222,26 @@ impl World {
         self.row_offsets[self.row_offsets.len() - 1] as usize
     }
 
+    /// Changes the batch by a little: lengths that leave the table, blocks that are not there or have two owners, offsets that fall.
     pub fn spoil_batch(&mut self, source: &mut Source<'_>) {
-        match source.below(4) {
+        match source.below(8) {
             0 => spoil_array(&mut self.row_offsets, source),
             1 => spoil_array(&mut self.cache_lengths, source),
             2 => spoil_array(&mut self.table, source),
+            3 if !self.cache_lengths.is_empty() => {
+                let i = source.below(self.cache_lengths.len());
+                self.cache_lengths[i] = self.cache_lengths[i].wrapping_add(source.pick(&[1, 5, 40, u32::MAX]));
+            }
+            4 => {
+                let i = source.below(self.row_offsets.len());
+                self.row_offsets[i] = self.row_offsets[i].wrapping_add(source.pick(&[1, 2, 30, u32::MAX]));
+            }
+            5 | 6 if self.table.iter().any(|&block| block != u32::MAX) => {
+                let used: Vec<usize> = (0..self.table.len()).filter(|&i| self.table[i] != u32::MAX).collect();
+                let i = source.pick(&used);
+                self.table[i] =
+                    if source.below(2) == 0 { self.options.num_blocks } else { self.table[source.pick(&used)] };
+            }
             _ => {
                 // The scalars, which follow the three pointers.
                 let offset = offset_of!(pkv_batch, lookup_table_stride) + 4 * source.below(6);
