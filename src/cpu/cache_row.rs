@@ -1,6 +1,6 @@
 //! Rows of the cache from and to f32: the one place where values are cast, quantised and dequantised.
 
-use super::simd::{self, Kernel, Simd, load_slice, store_slice};
+use super::simd::{self, Kernel, Simd, convert};
 use crate::collection::Cache;
 use crate::dtype::{DType, Element};
 use crate::with_cache_dtype;
@@ -72,18 +72,18 @@ impl Kernel for Read<'_> {
     }
 }
 
-/// The same inside a kernel: rows of some heads, one after the other in `x`.
+/// The same inside a kernel: rows of some heads, one after the other in `x`, of any element type.
 ///
 /// # Safety
 /// As [`write_row`].
 #[inline(always)]
-pub unsafe fn write_heads<S: Simd>(
+pub unsafe fn write_heads<S: Simd, A: Element>(
     s: S,
     cache: &Cache,
     block: usize,
     slot: usize,
     heads: std::ops::Range<usize>,
-    x: &[f32],
+    x: &[A],
 ) {
     debug_assert_eq!(x.len(), heads.len() * cache.head_size);
     with_cache_dtype!(cache.dtype, T => {
@@ -91,7 +91,7 @@ pub unsafe fn write_heads<S: Simd>(
         let rows = unsafe { cache.row_mut::<T>(block, slot) };
         let rows = &mut rows[heads.start * cache.head_size..][..x.len()];
         if cache.groups == 0 {
-            store_slice(s, x, rows);
+            convert(s, x, rows);
             return;
         }
         for (head, (row, x)) in heads.zip(rows.chunks_exact_mut(cache.head_size).zip(x.chunks_exact(cache.head_size))) {
@@ -110,20 +110,20 @@ pub unsafe fn write_heads<S: Simd>(
 /// # Safety
 /// As [`read_row`].
 #[inline(always)]
-pub unsafe fn read_heads<S: Simd>(
+pub unsafe fn read_heads<S: Simd, A: Element>(
     s: S,
     cache: &Cache,
     block: usize,
     slot: usize,
     heads: std::ops::Range<usize>,
-    out: &mut [f32],
+    out: &mut [A],
 ) {
     debug_assert_eq!(out.len(), heads.len() * cache.head_size);
     with_cache_dtype!(cache.dtype, T => {
         // SAFETY: by contract.
         let rows = unsafe { &cache.row::<T>(block, slot)[heads.start * cache.head_size..][..out.len()] };
         if cache.groups == 0 {
-            load_slice(s, rows, out);
+            convert(s, rows, out);
             return;
         }
         for (head, (row, out)) in heads.zip(rows.chunks_exact(cache.head_size).zip(out.chunks_exact_mut(cache.head_size))) {
@@ -138,17 +138,19 @@ pub unsafe fn read_heads<S: Simd>(
 
 /// `amax / FP8_MAX` over the finite elements, 1 where that is below 2^-126.
 #[inline(always)]
-pub fn group_scale<S: Simd>(s: S, x: &[f32], dtype: DType) -> f32 {
+fn group_scale<S: Simd, A: Element>(s: S, x: &[A], dtype: DType) -> f32 {
     let (chunks, rest) = x.as_chunks();
     let mut amax = s.splat(0.0);
     for x in chunks {
         amax = s.max(amax, s.finite_abs(s.load(x)));
     }
     let mut top = 0.0f32;
-    for x in s.to_array(amax).iter().chain(rest) {
-        if x.is_finite() && x.abs() > top {
-            top = x.abs();
-        }
+    for lane in s.to_array(amax) {
+        top = if lane > top { lane } else { top };
+    }
+    for x in rest {
+        let x = x.to_f32().abs();
+        top = if x.is_finite() && x > top { x } else { top };
     }
     let scale = top / dtype.fp8_max();
     if scale < f32::MIN_POSITIVE { 1.0 } else { scale }
@@ -156,26 +158,26 @@ pub fn group_scale<S: Simd>(s: S, x: &[f32], dtype: DType) -> f32 {
 
 /// `cast(x / scale)`
 #[inline(always)]
-fn quantize<S: Simd, T: Element>(s: S, x: &[f32], scale: f32, y: &mut [T]) {
+fn quantize<S: Simd, A: Element, T: Element>(s: S, x: &[A], scale: f32, y: &mut [T]) {
     let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks_mut());
     let divisor = s.splat(scale);
     for (x, y) in x.iter().zip(y) {
         s.store(y, s.div(s.load(x), divisor));
     }
     for (x, y) in x_rest.iter().zip(y_rest) {
-        *y = T::from_f32(x / scale);
+        *y = T::from_f32(x.to_f32() / scale);
     }
 }
 
-/// `x * scale`
+/// `cast(x * scale)`
 #[inline(always)]
-fn dequantize<S: Simd, T: Element>(s: S, x: &[T], scale: f32, y: &mut [f32]) {
+fn dequantize<S: Simd, T: Element, A: Element>(s: S, x: &[T], scale: f32, y: &mut [A]) {
     let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks_mut());
     let factor = s.splat(scale);
     for (x, y) in x.iter().zip(y) {
         s.store(y, s.mul(s.load(x), factor));
     }
     for (x, y) in x_rest.iter().zip(y_rest) {
-        *y = x.to_f32() * scale;
+        *y = A::from_f32(x.to_f32() * scale);
     }
 }

@@ -14,4 +14,5 @@ pub mod parallel;
 pub mod qgemm;
 pub mod qkv_matmul_gguf;
 pub mod reference;
+pub mod rows;
 pub mod simd;

@@ -149,11 +149,14 @@ fn merge_attention(_: &Context, m: &merge_attention::Args, _: &mut Arena, _: Str
             // SAFETY: host memory of one thread.
             let (a, b) = unsafe { (m.lse_a.row::<f32, 1>([t])[h] as f64, m.lse_b.row::<f32, 1>([t])[h] as f64) };
             let top = a.max(b);
-            let (lse, wa, wb) = if top == f64::NEG_INFINITY {
+            let (lse, wa, wb) = if a == f64::NEG_INFINITY && b == f64::NEG_INFINITY {
                 (top, 0.0, 0.0)
             } else {
-                let lse = top + ((a - top).exp() + (b - top).exp()).ln();
-                (lse, (a - lse).exp(), (b - lse).exp())
+                // The smaller side's weight relative to the larger one's: no power overflows, and an infinite lse takes all.
+                let e = (-(a - b).abs()).exp();
+                let (large, small) = (1.0 / (1.0 + e), e / (1.0 + e));
+                let (wa, wb) = if a >= b { (large, small) } else { (small, large) };
+                (top + e.ln_1p(), wa, wb)
             };
             // A side without keys weighs nothing, whatever its output holds.
             let part = |w: f64, x: f32| if w == 0.0 { 0.0 } else { w * x as f64 };

@@ -78,29 +78,16 @@ pub fn run<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     kernel.run(Scalar)
 }
 
-/// Read a slice to f32.
+/// Cast a slice.
 #[inline(always)]
-pub fn load_slice<S: Simd, T: Element>(s: S, x: &[T], y: &mut [f32]) {
+pub fn convert<S: Simd, A: Element, B: Element>(s: S, x: &[A], y: &mut [B]) {
     debug_assert_eq!(x.len(), y.len());
     let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks_mut());
     for (x, y) in x.iter().zip(y) {
         s.store(y, s.load(x));
     }
     for (x, y) in x_rest.iter().zip(y_rest) {
-        *y = x.to_f32();
-    }
-}
-
-/// Round a slice from f32.
-#[inline(always)]
-pub fn store_slice<S: Simd, T: Element>(s: S, x: &[f32], y: &mut [T]) {
-    debug_assert_eq!(x.len(), y.len());
-    let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks_mut());
-    for (x, y) in x.iter().zip(y) {
-        s.store(y, s.load(x));
-    }
-    for (x, y) in x_rest.iter().zip(y_rest) {
-        *y = T::from_f32(*x);
+        *y = B::from_f32(x.to_f32());
     }
 }
 
@@ -142,7 +129,7 @@ mod tests {
         type Output = ();
         #[inline(always)]
         fn run<S: Simd>(self, s: S) {
-            store_slice(s, self.0, self.1)
+            convert(s, self.0, self.1)
         }
     }
     struct Load<'a, T>(&'a [T], &'a mut [f32]);
@@ -150,7 +137,7 @@ mod tests {
         type Output = ();
         #[inline(always)]
         fn run<S: Simd>(self, s: S) {
-            load_slice(s, self.0, self.1)
+            convert(s, self.0, self.1)
         }
     }
     struct Round<'a, T>(&'a mut [f32], T);
