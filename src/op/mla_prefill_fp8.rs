@@ -267,7 +267,7 @@ impl Op for MlaPrefillFp8 {
 /// kv_lora_rank is told three times: by kv_b_proj, by the norm's gamma, and by what freqs_cis leaves of a cache row. Where two agree the third is the
 /// one at fault, and the check of its own shape will name it.
 fn latent_width(p: &pkv_mla_prefill_fp8_params, head_size: usize) -> usize {
-    let rest = head_size as i64 - p.freqs_cis.shape[1];
+    let rest = (head_size as i64).saturating_sub(p.freqs_cis.shape[1]);
     let width =
         if p.kv_norm_gamma.dtype != 0 && p.kv_norm_gamma.shape[0] == rest { rest } else { p.kv_b_proj.shape[1] };
     usize::try_from(width).unwrap_or(0)
