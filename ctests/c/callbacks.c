@@ -60,7 +60,9 @@ static void same_bits_on_any_threads(void)
         run_all(&w, got);
         CHECK(memcmp(want, got, sizeof got) == 0);
         world_close(&w);
-        CHECK((engine.calls > 0) == (engines[e].told > 1)); /* asked only where there are threads to give */
+        /* Asked where there are threads to give, and only there; the plain reference runs on the caller's thread. */
+        const char *isa = getenv("PAGEDKV_CPU_ISA");
+        CHECK((engine.calls > 0) == (engines[e].told > 1 && !(isa && strcmp(isa, "reference") == 0)));
         engine_close(&engine);
     }
 }
