@@ -1,0 +1,111 @@
+// What this machine can do at most, measured in the same run as everything else: bytes read from memory, f32 multiply-adds, and 8-bit multiply-adds as
+// AVX2 has them: vpmaddubsw + vpmaddwd + vpaddd, and with the sums of four vpmaddubsw kept in 16 bits before one vpmaddwd (which 4-bit codes allow).
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <thread>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace bench {
+
+inline double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// Work of all threads per second, the threads started together.
+inline double rate(unsigned threads, const std::function<double(unsigned)>& work) {
+    double best = 0;
+    for (int round = 0; round < 3; round++) {
+        std::vector<double> done(threads);
+        double start = now();
+        std::vector<std::thread> pool;
+        for (unsigned t = 0; t < threads; t++) pool.emplace_back([&, t] { done[t] = work(t); });
+        for (auto& thread : pool) thread.join();
+        double seconds = now() - start, total = 0;
+        for (double d : done) total += d;
+        if (total / seconds > best) best = total / seconds;
+    }
+    return best;
+}
+
+struct Limits {
+    double read = 0, fma = 0, maddubs = 0, maddubs4 = 0;  // bytes/s, operations/s
+};
+
+#if defined(__x86_64__)
+
+__attribute__((target("avx2"))) inline double read_memory(const std::vector<std::uint64_t>& data, unsigned part, unsigned parts) {
+    std::size_t n = data.size() / parts / 32 * 32;
+    const std::uint64_t* p = data.data() + part * n;
+    __m256i sum[8] = {};
+    for (std::size_t i = 0; i < n; i += 32) {
+        for (int j = 0; j < 8; j++) sum[j] = _mm256_xor_si256(sum[j], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i + 4 * j)));
+        _mm_prefetch(reinterpret_cast<const char*>(p + i + 256), _MM_HINT_T0);
+    }
+    for (int j = 1; j < 8; j++) sum[0] = _mm256_xor_si256(sum[0], sum[j]);
+    volatile std::int64_t keep = _mm256_extract_epi64(sum[0], 0);
+    (void)keep;
+    return static_cast<double>(n) * 8;
+}
+
+__attribute__((target("avx2,fma"))) inline double run_fma() {
+    constexpr long rounds = 6'000'000;
+    __m256 x = _mm256_set1_ps(0.999f), y = _mm256_set1_ps(1e-6f), sum[10];
+    for (auto& s : sum) s = x;
+    for (long i = 0; i < rounds; i++) {
+        for (auto& s : sum) s = _mm256_fmadd_ps(s, x, y);
+        for (auto& s : sum) __asm__ volatile("" : "+x"(s));
+    }
+    return rounds * 10.0 * 8 * 2;
+}
+
+__attribute__((target("avx2"))) inline double run_maddubs() {
+    constexpr long rounds = 6'000'000;
+    __m256i weight = _mm256_set1_epi8(3), activation = _mm256_set1_epi8(5), ones = _mm256_set1_epi16(1), sum[8] = {};
+    for (long i = 0; i < rounds; i++)
+        for (auto& s : sum) {
+            __asm__ volatile("" : "+x"(activation));
+            s = _mm256_add_epi32(s, _mm256_madd_epi16(_mm256_maddubs_epi16(weight, activation), ones));
+            __asm__ volatile("" : "+x"(s));
+        }
+    return rounds * 8.0 * 32 * 2;
+}
+
+__attribute__((target("avx2"))) inline double run_maddubs4() {
+    constexpr long rounds = 2'000'000;
+    __m256i weight = _mm256_set1_epi8(3), activation = _mm256_set1_epi8(5), ones = _mm256_set1_epi16(1), sum[8] = {};
+    for (long i = 0; i < rounds; i++)
+        for (auto& s : sum) {
+            __m256i partial = _mm256_setzero_si256();
+            for (int j = 0; j < 4; j++) {
+                __asm__ volatile("" : "+x"(activation));
+                partial = _mm256_add_epi16(partial, _mm256_maddubs_epi16(weight, activation));
+                __asm__ volatile("" : "+x"(partial));
+            }
+            s = _mm256_add_epi32(s, _mm256_madd_epi16(partial, ones));
+            __asm__ volatile("" : "+x"(s));
+        }
+    return rounds * 8.0 * 4 * 32 * 2;
+}
+
+inline Limits measure_limits(unsigned threads) {
+    Limits limits;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return limits;
+    std::vector<std::uint64_t> data((256u << 20) / 8, 1);
+    limits.read = rate(threads, [&](unsigned t) { return read_memory(data, t, threads); });
+    limits.fma = rate(threads, [](unsigned) { return run_fma(); });
+    limits.maddubs = rate(threads, [](unsigned) { return run_maddubs(); });
+    limits.maddubs4 = rate(threads, [](unsigned) { return run_maddubs4(); });
+    return limits;
+}
+
+#else
+
+inline Limits measure_limits(unsigned) { return {}; }
+
+#endif
+
+}  // namespace bench
