@@ -1,4 +1,4 @@
-//! What Cargo.toml cannot state about the artefact: its SONAME, and the commit it was built from.
+//! What Cargo.toml cannot state about the artefact: its SONAME, the commit it was built from, and the CUDA kernels inside it.
 //!
 //! rustc already hands the linker a version script that keeps everything but the `#[no_mangle]` functions local, and GNU ld takes only
 //! one anonymous script, so there is no symbol map of our own. That nothing but `pkv_*` leaves the library is a test
@@ -7,7 +7,10 @@
 use std::env;
 use std::process::Command;
 
+mod cuda;
+
 fn main() {
+    cuda::embed_kernels();
     println!("cargo::rerun-if-changed=cmake/build.rs");
 
     // The SONAME carries the major version: what breaks the ABI changes the name that programs ask the loader for.

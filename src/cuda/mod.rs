@@ -1,33 +1,58 @@
 //! The CUDA backend: the driver, loaded at run time, and a file a kernel.
+//!
+//! [`runtime`] is a device, its memory and its launches; [`image`] comes by a kernel's machine code; [`params`] are the launch structs. A
+//! kernel's file says what it refuses, what scratch it takes, and fills the launch struct: which grid, which entry point, nothing of the arithmetic.
 
-use crate::context::Log;
-use crate::error::{Error, Result, Status};
-use crate::plan::Stream;
+mod driver;
+mod image;
+pub mod kv_gather;
+pub mod kv_store;
+pub mod merge_attention;
+pub mod mla_rope_rmsnorm_quantize;
+mod nvrtc;
+pub mod params;
+mod runtime;
 
-/// A CUDA device, its primary context retained.
-#[derive(Debug)]
-pub struct Device(());
+pub use runtime::{Device, DeviceBuffer, Kernel, LaunchParams, Shape, launch};
 
-/// Device memory, freed on drop.
-#[derive(Debug)]
-pub struct DeviceBuffer(());
+use crate::context::{Backend, Context};
+use crate::dtype::DType;
+use crate::view::View;
 
-impl DeviceBuffer {
-    pub fn as_ptr(&self) -> *mut u8 {
-        std::ptr::null_mut()
+/// Threads of a block, of the kernels that give a warp a row.
+const THREADS: u32 = 128;
+const WARPS: u64 = THREADS as u64 / 32;
+
+/// Why nothing can run here, for `Impl::refuse`.
+pub fn refuse_without_kernels(ctx: &Context) -> Result<(), String> {
+    match ctx.backend() {
+        Backend::Cuda(device) => device.has_kernels(),
+        Backend::Cpu => Err("needs a CUDA context".into()),
     }
 }
 
-impl Device {
-    pub fn open(_ordinal: i32, _log: &Log) -> Result<Self> {
-        Err(Error::new(Status::NoDevice, "options.backend", "no CUDA driver"))
+/// The entry point for an activation dtype: F32, F16, BF16 in this order.
+fn by_dtype(kernels: &'static [Kernel; 3], dtype: DType) -> &'static Kernel {
+    match dtype {
+        DType::F32 => &kernels[0],
+        DType::F16 => &kernels[1],
+        _ => &kernels[2],
     }
+}
 
-    pub fn zeroed(&self, bytes: usize, argument: &str) -> Result<DeviceBuffer> {
-        Err(Error::no_memory(argument, bytes))
-    }
+macro_rules! entries {
+    ($stem:literal) => {
+        [
+            $crate::cuda::Kernel { file: concat!($stem, ".cu"), name: concat!($stem, "_f32") },
+            $crate::cuda::Kernel { file: concat!($stem, ".cu"), name: concat!($stem, "_f16") },
+            $crate::cuda::Kernel { file: concat!($stem, ".cu"), name: concat!($stem, "_bf16") },
+        ]
+    };
+}
+use entries;
 
-    pub fn stream_ordered(&self, bytes: usize, _stream: Stream, argument: &str) -> Result<DeviceBuffer> {
-        Err(Error::no_memory(argument, bytes))
-    }
+/// Elements that 16 bytes hold, if every row of the view starts on 16 bytes; its last dimension is the caller's to check.
+fn rows_aligned<const N: usize>(view: &View<N>) -> bool {
+    let n = 16 / view.dtype.size();
+    view.as_ptr().addr().is_multiple_of(16) && view.stride[..N - 1].iter().all(|s| s.is_multiple_of(n))
 }

@@ -50,6 +50,6 @@ impl Op for KvGather {
 
     #[cfg(feature = "cuda")]
     fn cuda() -> &'static [Impl<Self>] {
-        &[]
+        crate::cuda::kv_gather::IMPLS
     }
 }

@@ -44,6 +44,6 @@ impl Op for KvStore {
 
     #[cfg(feature = "cuda")]
     fn cuda() -> &'static [Impl<Self>] {
-        &[]
+        crate::cuda::kv_store::IMPLS
     }
 }

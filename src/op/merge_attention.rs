@@ -49,6 +49,6 @@ impl Op for MergeAttention {
 
     #[cfg(feature = "cuda")]
     fn cuda() -> &'static [Impl<Self>] {
-        &[]
+        crate::cuda::merge_attention::IMPLS
     }
 }

@@ -98,6 +98,6 @@ impl Op for MlaRopeRmsnormQuantize {
 
     #[cfg(feature = "cuda")]
     fn cuda() -> &'static [Impl<Self>] {
-        &[]
+        crate::cuda::mla_rope_rmsnorm_quantize::IMPLS
     }
 }

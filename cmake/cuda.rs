@@ -1,0 +1,67 @@
+//! The CUDA kernels as the library carries them: their sources for NVRTC, and with the feature `cuda-fatbin` machine code for every
+//! architecture, by nvcc (`$CUDA_HOME/bin/nvcc`, else `nvcc`).
+
+use std::env;
+use std::fmt::Write;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// As in `ctests/cuda_emu/compile_all.py`. Beside the machine code, PTX of the first for cards that are not listed.
+const ARCHS: [&str; 5] = ["80", "89", "90a", "100a", "120a"];
+
+pub fn embed_kernels() {
+    println!("cargo::rerun-if-changed=cmake/cuda.rs");
+    if env::var_os("CARGO_FEATURE_CUDA").is_none() {
+        return;
+    }
+    let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("kernels");
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
+    println!("cargo::rerun-if-changed={}", root.display());
+    let fatbin = env::var_os("CARGO_FEATURE_CUDA_FATBIN").is_some();
+
+    let (mut headers, mut sources) = (String::new(), String::new());
+    for path in files_of(&root) {
+        println!("cargo::rerun-if-changed={}", path.display());
+        let name = path.strip_prefix(&root).expect("below the root").to_str().expect("our own names").to_owned();
+        match path.extension().and_then(|e| e.to_str()) {
+            Some("cuh") => writeln!(headers, "    ({name:?}, include_str!({path:?})),").expect("to a string"),
+            Some("cu") => {
+                let image = match fatbin.then(|| compile(&root, &path, &out)) {
+                    Some(image) => format!("Some(include_bytes!({image:?}))"),
+                    None => "None".to_owned(),
+                };
+                writeln!(sources, "    Source {{ file: {name:?}, text: include_str!({path:?}), fatbin: {image} }},")
+                    .expect("to a string");
+            }
+            _ => {}
+        }
+    }
+    let text = format!(
+        "pub static HEADERS: &[(&str, &str)] = &[\n{headers}];\npub static SOURCES: &[Source] = &[\n{sources}];\n"
+    );
+    fs::write(out.join("kernels.rs"), text).expect("OUT_DIR is writable");
+}
+
+fn files_of(directory: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(directory).expect("kernels/ is there") {
+        let path = entry.expect("kernels/ is readable").path();
+        if path.is_dir() { files.extend(files_of(&path)) } else { files.push(path) }
+    }
+    files.sort();
+    files
+}
+
+fn compile(root: &Path, source: &Path, out: &Path) -> PathBuf {
+    println!("cargo::rerun-if-env-changed=CUDA_HOME");
+    let nvcc = env::var_os("CUDA_HOME").map_or_else(|| PathBuf::from("nvcc"), |home| Path::new(&home).join("bin/nvcc"));
+    let image = out.join(source.with_extension("fatbin").file_name().expect("a file"));
+    let mut command = Command::new(&nvcc);
+    command.args(["-std=c++17", "--fmad=false", "--compress-mode=size", "-fatbin", "-o"]).arg(&image);
+    command.arg("-I").arg(root).arg(format!("-gencode=arch=compute_{0},code=compute_{0}", ARCHS[0]));
+    command.args(ARCHS.map(|arch| format!("-gencode=arch=compute_{arch},code=sm_{arch}"))).arg(source);
+    let status = command.status().unwrap_or_else(|e| panic!("feature cuda-fatbin: cannot run {}: {e}", nvcc.display()));
+    assert!(status.success(), "feature cuda-fatbin: {command:?} failed");
+    image
+}

@@ -1,0 +1,145 @@
+//! Machine code of a kernel file for one architecture, from the first road that leads there: a fatbin inside the library, a cubin
+//! that an earlier process left on disk, NVRTC on the source inside the library.
+
+use super::nvrtc::Nvrtc;
+use crate::context::{Level, Log};
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub struct Source {
+    pub file: &'static str,
+    pub text: &'static str,
+    pub fatbin: Option<&'static [u8]>,
+}
+
+include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
+
+pub fn source(file: &str) -> &'static Source {
+    SOURCES.iter().find(|s| s.file == file).expect("kernels/ holds the file")
+}
+
+/// Whether the library can come by machine code at all.
+pub fn obtainable() -> Result<(), String> {
+    if SOURCES.iter().all(|s| s.fatbin.is_some()) {
+        return Ok(());
+    }
+    Nvrtc::get().map(|_| ()).map_err(|e| format!("this build carries no machine code (feature cuda-fatbin), and {e}"))
+}
+
+/// As NVRTC and nvcc call it; from Hopper on with the features of that one architecture.
+pub fn arch_name((major, minor): (i32, i32)) -> String {
+    let suffix = if major >= 9 { "a" } else { "" };
+    format!("sm_{major}{minor}{suffix}")
+}
+
+/// The images to try, in order. Loading one may fail (a fatbin without this architecture, a damaged file), so the caller goes on until
+/// the driver takes one.
+pub fn roads(source: &Source, arch: &str, log: &Log) -> impl Iterator<Item = Result<Vec<u8>, String>> {
+    let mut step = 0;
+    std::iter::from_fn(move || {
+        loop {
+            step += 1;
+            let image = match step {
+                1 => source.fatbin.map(|bytes| Ok(bytes.to_vec())),
+                2 => cached(source, arch).map(Ok),
+                3 => Some(compiled(source, arch, log)),
+                _ => return None,
+            };
+            if image.is_some() {
+                return image;
+            }
+        }
+    })
+}
+
+fn cached(source: &Source, arch: &str) -> Option<Vec<u8>> {
+    let path = cache_directory()?.join(cache_name(source, arch, Nvrtc::get().ok()?.version));
+    fs::read(path).ok().filter(|bytes| !bytes.is_empty())
+}
+
+fn compiled(source: &Source, arch: &str, log: &Log) -> Result<Vec<u8>, String> {
+    let nvrtc = Nvrtc::get()?;
+    let gpu = format!("--gpu-architecture={arch}");
+    let image = nvrtc.compile(source.file, source.text, HEADERS, &[&gpu, OPTIONS[0], OPTIONS[1]])?;
+    if let Some(directory) = cache_directory() {
+        let path = directory.join(cache_name(source, arch, nvrtc.version));
+        if let Err(e) = write_whole(&path, &image) {
+            log.write(Level::Debug, "cuda", &format!("{} is not cached: {e}", path.display()));
+        }
+    }
+    Ok(image)
+}
+
+/// What a kernel's rounding depends on: see `kernels/device/common.cuh`.
+const OPTIONS: [&str; 2] = ["--std=c++17", "--fmad=false"];
+
+fn cache_directory() -> Option<PathBuf> {
+    let set = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    set("PAGEDKV_CACHE_DIR")
+        .or_else(|| Some(set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?.join("pagedkv")))
+}
+
+/// Everything that the machine code depends on, hashed.
+fn cache_name(source: &Source, arch: &str, (major, minor): (i32, i32)) -> String {
+    // FNV-1a in 128 bits: stable between processes and builds, which the standard library's hasher is not.
+    let mut hash: u128 = 0x6c62272e07bb014262b821756295c58d;
+    let mut add = |text: &str| {
+        for byte in text.bytes().chain([0]) {
+            hash = (hash ^ u128::from(byte)).wrapping_mul(0x0000000001000000000000000000013b);
+        }
+    };
+    add(source.text);
+    HEADERS.iter().for_each(|(name, text)| [name, text].into_iter().for_each(|t| add(t)));
+    OPTIONS.into_iter().for_each(&mut add);
+    let stem = source.file.trim_end_matches(".cu");
+    format!("{stem}-{arch}-nvrtc{major}.{minor}-{hash:032x}.cubin")
+}
+
+/// Readers see the whole file or none, whatever other processes do: written beside, then renamed.
+fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    static SERIAL: AtomicU64 = AtomicU64::new(0);
+    let directory = path.parent().expect("a file in the cache directory");
+    fs::create_dir_all(directory)?;
+    let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
+    let partial = path.with_extension(format!("{}.{serial}.partial", std::process::id()));
+    let written = fs::File::create_new(&partial).and_then(|mut f| f.write_all(bytes));
+    let done = written.and_then(|()| fs::rename(&partial, path));
+    if done.is_err() {
+        let _ = fs::remove_file(&partial);
+    }
+    done
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_include_is_carried() {
+        let texts = SOURCES.iter().map(|s| s.text).chain(HEADERS.iter().map(|(_, text)| *text));
+        for line in texts.flat_map(str::lines).filter_map(|l| l.trim().strip_prefix("#include \"")) {
+            let name = line.split('"').next().unwrap();
+            assert!(name == "cuda_emu.h" || HEADERS.iter().any(|(n, _)| *n == name), "{name}");
+        }
+    }
+
+    #[test]
+    fn the_key_depends_on_everything() {
+        let base = Source { file: "a.cu", text: "x", fatbin: None };
+        let other = Source { file: "a.cu", text: "y", fatbin: None };
+        let names = [
+            cache_name(&base, "sm_80", (13, 0)),
+            cache_name(&other, "sm_80", (13, 0)),
+            cache_name(&base, "sm_89", (13, 0)),
+            cache_name(&base, "sm_80", (12, 8)),
+        ];
+        assert!((0..4).all(|i| (0..i).all(|j| names[i] != names[j])), "{names:?}");
+    }
+
+    #[test]
+    fn arch_names() {
+        assert_eq!([(8, 0), (8, 9), (9, 0), (12, 0)].map(arch_name), ["sm_80", "sm_89", "sm_90a", "sm_120a"]);
+    }
+}
