@@ -4,8 +4,9 @@
     build.py OUTDIR [--sanitize address|thread] [--check] [--arch 90] [--jobs N]
 
 OUTDIR gets
-    libcuda.so.1, libnvrtc.so.13    a fake driver and a fake NVRTC that run kernels/*.cu on the CPU (see fake_cuda.cpp); found through
-                                    LD_LIBRARY_PATH=OUTDIR by a process that opens the real ones at run time
+    libcuda.so.1, libnvrtc.so.13    a fake driver and a fake NVRTC that run kernels/*.cu on the CPU (see fake_cuda.cpp);
+                                    found through LD_LIBRARY_PATH=OUTDIR by a process that opens them at run time
+    old/libcuda.so.1                the same as an old driver: without cuLibraryLoadData
     selftest, *_test                one program for each ctests/cuda_emu/*test.cpp: direct launches, no driver
 --check runs the programs, in both orders, and the planted faults that a sanitizer must see.
 """
@@ -121,6 +122,17 @@ def main():
             fake + core + kernel_objects,
             ["-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic"],
         )
+        # The names that are tried first, so that a real driver on the machine is not found.
+        for name in (out / "libcuda.so", out / "libnvrtc.so"):
+            if not name.is_symlink():
+                name.symlink_to("libcuda.so.1" if name.stem == "libcuda" else "libnvrtc.so.13")
+        script = objects / "old.map"
+        script.write_text("{ local: cuLibraryLoadData; };\n")
+        (out / "old").mkdir(exist_ok=True)
+        hide = ["-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", f"-Wl,--version-script={script}"]
+        link(out / "old" / "libcuda.so.1", fake + core + kernel_objects, hide)
+        if not (out / "old/libcuda.so").is_symlink():
+            (out / "old/libcuda.so").symlink_to("libcuda.so.1")
     if nvrtc:
         link(out / "libnvrtc.so.13", nvrtc, ["-shared", "-Wl,-soname,libnvrtc.so.13"])
     programs = [link(out / t.stem, [test_objects[t].result()] + core + kernel_objects) for t in tests]

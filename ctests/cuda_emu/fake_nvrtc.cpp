@@ -3,12 +3,12 @@
 // over.
 //
 // Environment: PKV_EMU_NVRTC_FAIL=1 makes every compilation fail. pkv_emu_nvrtc_count(): compilations so far.
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <regex>
 #include <set>
 #include <string>
 
@@ -21,11 +21,21 @@ struct Program {
 
 static std::atomic<long> compilations;
 
+// The name in an #include directive, or nothing.
+static std::string included(const std::string &line) {
+    const size_t hash = line.find_first_not_of(" \t");
+    if (hash == std::string::npos || line.compare(hash, 8, "#include") != 0) return {};
+    const size_t open = line.find_first_of("\"<", hash);
+    const size_t close = open == std::string::npos ? open : line.find_first_of("\">", open + 1);
+    return close == std::string::npos ? std::string() : line.substr(open + 1, close - open - 1);
+}
+
 static bool resolve(const Program &p, const std::string &text, std::set<std::string> &seen, std::string &log) {
-    static const std::regex include("(^|\n)[ \t]*#[ \t]*include[ \t]*[\"<]([^\">]+)[\">]");
-    for (std::sregex_iterator it(text.begin(), text.end(), include), end; it != end; ++it) {
-        const std::string name = (*it)[2];
-        if (name == "cuda_emu.h" || !seen.insert(name).second) continue; // behind #ifdef PKV_EMULATE
+    for (size_t begin = 0, end; begin < text.size(); begin = end + 1) {
+        end = std::min(text.find('\n', begin), text.size());
+        const std::string name = included(text.substr(begin, end - begin));
+        if (name.empty() || name == "cuda_emu.h" || !seen.insert(name).second)
+            continue; // that one: only #ifdef PKV_EMULATE
         auto header = p.headers.find(name);
         if (header == p.headers.end()) {
             log += p.name + ": error: cannot open source file \"" + name + "\"\n";

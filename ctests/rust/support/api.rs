@@ -45,6 +45,9 @@ pub fn ok(f: impl FnOnce(*mut pkv_error) -> pkv_status) {
     }
 }
 
+/// Set to `cuda`, contexts are CUDA contexts: for the emulation, where host memory is as good as device memory.
+pub const BACKEND: &str = "PAGEDKV_TEST_BACKEND";
+
 pub struct Context(pub *mut pkv_context);
 // SAFETY: the header lets any thread use a context.
 unsafe impl Send for Context {}
@@ -62,6 +65,9 @@ impl Context {
             abi_version: PKV_ABI_VERSION,
             ..zeroed()
         };
+        if std::env::var_os(BACKEND).is_some_and(|v| v == "cuda") {
+            options.backend = PKV_BACKEND_CUDA;
+        }
         change(&mut options);
         let mut out = null_mut();
         // SAFETY: live structs.
