@@ -7,8 +7,8 @@ OUTDIR gets
     libcuda.so.1, libnvrtc.so.13    a fake driver and a fake NVRTC that run kernels/*.cu on the CPU (see fake_cuda.cpp);
                                     found through LD_LIBRARY_PATH=OUTDIR by a process that opens them at run time
     old/libcuda.so.1                the same as an old driver: without cuLibraryLoadData
-    selftest, *_test                one program for each ctests/cuda_emu/*test.cpp: direct launches, no driver
---check runs the programs, in both orders, and the planted faults that a sanitizer must see.
+--check also builds one program for each ctests/cuda_emu/*test.cpp (direct launches, no driver), runs them in both orders,
+and plants the faults that a sanitizer must see.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def main():
     # emu.cpp orders its own accesses by construction and must not be judged by the race detector.
     core_sanitize = [] if args.sanitize == "thread" else sanitize
     kernels = sorted(KERNELS.glob("*.cu"))
-    tests = sorted(HERE.glob("*test.cpp"))
+    tests = sorted(HERE.glob("*test.cpp")) if args.check else []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         core = [
             pool.submit(compile_one, HERE / "emu.cpp", core_sanitize),

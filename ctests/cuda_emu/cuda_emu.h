@@ -55,7 +55,7 @@ struct Place { // of the running fiber
     dim3 block_dim, grid_dim;
     u8 *dynamic_shared;
 };
-extern thread_local const Place *place __attribute__((tls_model("initial-exec")));
+extern thread_local const Place *place;
 
 struct Kernel {
     const char *name, *file;

@@ -31,7 +31,7 @@ void __tsan_release(void *address);
 
 namespace pkv_emu {
 
-thread_local const Place *place __attribute__((tls_model("initial-exec"))) = nullptr;
+thread_local const Place *place = nullptr;
 
 static Kernel *kernels;
 
@@ -215,7 +215,7 @@ struct Worker {
         }
     }
 };
-static thread_local Worker *worker __attribute__((tls_model("initial-exec"))) = nullptr;
+static thread_local Worker *worker = nullptr;
 
 void fail(const char *what) {
     if (worker && worker->current) {
