@@ -26,7 +26,7 @@ static device_ptr open_device(void)
     char name[256] = "";
     device_ptr arena = 0;
     if (!driver) {
-        printf("no NVIDIA driver on this machine\n");
+        printf("no NVIDIA driver on this machine: %s\n", dlerror());
         exit(77);
     }
     symbol(driver, "cuInit", &cu_init);

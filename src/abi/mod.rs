@@ -2,6 +2,7 @@
 //!
 //! Each file is one section of the header, in the order a reader of the header meets them.
 
+#![allow(rustdoc::broken_intra_doc_links, reason = "the comments are the C header's, where brackets are extents")]
 #![allow(non_camel_case_types, reason = "these are the C names")]
 #![allow(
     clippy::missing_safety_doc,
