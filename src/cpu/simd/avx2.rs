@@ -84,6 +84,7 @@ macro_rules! lanes {
 impl Simd for Avx2 {
     type F = __m256;
     type D = [__m256d; 2];
+    const ROWS: usize = 6;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m256 {
@@ -229,6 +230,62 @@ impl Simd for Avx2 {
             }
             y
         })
+    }
+
+    #[inline(always)]
+    fn select_lt(self, x: __m256, y: __m256, a: __m256, b: __m256) -> __m256 {
+        lanes!(_mm256_blendv_ps(b, a, _mm256_cmp_ps::<_CMP_LT_OQ>(x, y)))
+    }
+
+    #[inline(always)]
+    fn nearest(self, x: __m256) -> __m256 {
+        lanes!(_mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x))
+    }
+
+    #[inline(always)]
+    fn times_power(self, x: __m256, n: __m256) -> __m256 {
+        // NaN as an integer is 0x80000000, of which the shift leaves nothing.
+        lanes!({
+            let power = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(n));
+            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), power))
+        })
+    }
+
+    #[inline(always)]
+    fn load_e4m3_panel(
+        self,
+        rows: [&[u8; 2 * LANES]; 2 * LANES],
+        scale: [__m256; 2],
+        to: &mut [[f32; LANES]; 4 * LANES],
+    ) {
+        // SAFETY: the features as above; loads and stores stay within the arrays.
+        unsafe {
+            let mut x = [_mm_setzero_si128(); 16];
+            for (x, row) in x.iter_mut().zip(rows) {
+                *x = _mm_loadu_si128(row.as_ptr().cast());
+            }
+            // Interleaving rows i and i + 8 four times turns a 16 x 16 square.
+            for _ in 0..4 {
+                let mut y = x;
+                for i in 0..8 {
+                    y[2 * i] = _mm_unpacklo_epi8(x[i], x[i + 8]);
+                    y[2 * i + 1] = _mm_unpackhi_epi8(x[i], x[i + 8]);
+                }
+                x = y;
+            }
+            let word = _mm256_set1_epi16;
+            let scale = scale.map(|s| _mm256_mul_ps(s, _mm256_set1_ps(256.0)));
+            for (k, x) in x.into_iter().enumerate() {
+                // As `decode_e4m3`, with the 2^8 in the scale.
+                let half = _mm256_and_si256(_mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(x)), word(0xbf80_u16 as i16));
+                let is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(half, word(0x3f80)), word(0x3f80));
+                let half = _mm256_xor_si256(half, _mm256_and_si256(is_nan, word(0x4180)));
+                let low = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
+                let high = _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(half));
+                _mm256_storeu_ps(to[2 * k].as_mut_ptr(), _mm256_mul_ps(low, scale[0]));
+                _mm256_storeu_ps(to[2 * k + 1].as_mut_ptr(), _mm256_mul_ps(high, scale[1]));
+            }
+        }
     }
 
     #[inline(always)]

@@ -20,6 +20,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     type F: Copy;
     /// 8 x f64
     type D: Copy;
+    /// Rows of a register tile two vectors wide: as many as there are registers for the sums, two operands and a broadcast.
+    const ROWS: usize;
 
     fn splat(self, x: f32) -> Self::F;
     /// Read to f32.
@@ -46,6 +48,20 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Columns of eight rows.
     fn transpose(self, x: [Self::F; LANES]) -> [Self::F; LANES];
 
+    /// `a` where `x < y`, else `b`.
+    fn select_lt(self, x: Self::F, y: Self::F, a: Self::F, b: Self::F) -> Self::F;
+    /// To the nearest integer, ties to even; for magnitudes below 2^22.
+    fn nearest(self, x: Self::F) -> Self::F;
+    /// `x * 2^n` for whole `n` that keep the result normal; NaN `x` (then `n` may be NaN too) stays NaN.
+    fn times_power(self, x: Self::F, n: Self::F) -> Self::F;
+    /// 16 columns of 16 rows of e4m3 codes, turned and scaled: `to[k][i] = rows[i][k] * scale[i]`.
+    fn load_e4m3_panel(
+        self,
+        rows: [&[u8; 2 * LANES]; 2 * LANES],
+        scale: [Self::F; 2],
+        to: &mut [[f32; LANES]; 4 * LANES],
+    );
+
     fn zero_f64(self) -> Self::D;
     /// `sum + x * x` in f64, where the square is exact.
     fn add_square(self, sum: Self::D, x: Self::F) -> Self::D;
@@ -56,6 +72,44 @@ pub trait Simd: Copy + Send + Sync + 'static {
         let mut y = [0.0; LANES];
         self.store(&mut y, x);
         y
+    }
+
+    /// The largest lane that is not NaN; -inf if there is none.
+    #[inline(always)]
+    fn reduce_max(self, x: Self::F) -> f32 {
+        self.to_array(x).into_iter().fold(f32::NEG_INFINITY, |m, x| if x > m { x } else { m })
+    }
+
+    /// Sum of the lanes: halves, then quarters, then pairs.
+    #[inline(always)]
+    fn reduce_add(self, x: Self::F) -> f32 {
+        let [a, b, c, d, e, f, g, h] = self.to_array(x);
+        ((a + e) + (c + g)) + ((b + f) + (d + h))
+    }
+
+    /// 2^x to a few units in the last place and exactly 1 at 0; 0 below 2^-125; NaN stays NaN. For x up to 127.
+    #[inline(always)]
+    fn exp2(self, x: Self::F) -> Self::F {
+        // 2^f for |f| <= 1/2 by its Taylor series, ln(2)^k / k!; the first term left out is below a tenth of an ulp.
+        const C: [f32; 7] = [
+            0.693_147_2,
+            0.240_226_51,
+            0.055_504_11,
+            0.009_618_129,
+            0.001_333_355_8,
+            0.000_154_035_3,
+            0.000_015_252_734,
+        ];
+        let floor = self.splat(-125.0);
+        let clamped = self.max(floor, x);
+        let n = self.nearest(clamped);
+        let f = self.sub(clamped, n);
+        let mut p = self.splat(C[6]);
+        for c in C[..6].iter().rev() {
+            p = self.mul_add(p, f, self.splat(*c));
+        }
+        p = self.mul_add(p, f, self.splat(1.0));
+        self.select_lt(x, floor, self.splat(0.0), self.times_power(p, n))
     }
 }
 
@@ -198,6 +252,8 @@ mod tests {
                 out.extend(s.to_array(v));
             }
             out.push(s.gt_mask(x, y) as f32);
+            out.extend(s.to_array(s.select_lt(x, y, s.splat(1.0), y)));
+            out.extend([s.reduce_max(x), s.reduce_add(s.finite_abs(y))]);
             for v in s.transpose([x, y, s.add(x, y), s.splat(7.0), y, x, s.mul(x, y), s.sub(y, x)]) {
                 out.extend(s.to_array(v));
             }
@@ -216,6 +272,63 @@ mod tests {
                 let y = std::array::from_fn(|l| specials[(i * 3 + j + l * 7) % specials.len()]);
                 let [a, b] = [Level::Scalar, Level::Avx2].map(|level| run(Isa::at_most(level), Everything(x, y)));
                 assert!(a.iter().zip(&b).all(|(&a, &b)| same(a, b)), "{x:?} {y:?}\n{a:?}\n{b:?}");
+            }
+        }
+    }
+
+    struct Exp2<'a>(&'a mut [f32]);
+    impl Kernel for Exp2<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) {
+            for x in self.0.as_chunks_mut().0 {
+                s.store(x, s.exp2(s.load(x)));
+            }
+        }
+    }
+
+    #[test]
+    fn exp2_is_good_to_a_few_ulp() {
+        for level in [Level::Scalar, Level::Avx2] {
+            let x: Vec<f32> = (0..1_600_000).map(|i| i as f32 * -1e-4 + 20.0).collect();
+            let mut y = x.clone();
+            run(Isa::at_most(level), Exp2(&mut y));
+            for (&x, &y) in x.iter().zip(&y) {
+                let want = (x as f64).exp2();
+                let near = if x < -125.0 { y == 0.0 } else { (y as f64 - want).abs() <= 2.5e-7 * want };
+                assert!(near, "{level:?}: 2^{x} is {y:e}, must be {want:e}");
+            }
+            let mut odd = [0.0, -0.0, f32::NEG_INFINITY, f32::NAN, -f32::NAN, 1.0, -125.0, 127.0];
+            run(Isa::at_most(level), Exp2(&mut odd));
+            assert_eq!(odd[..3], [1.0, 1.0, 0.0]);
+            assert!(odd[3].is_nan() && odd[4].is_nan());
+            assert_eq!(odd[5..], [2.0, (-125.0f32).exp2(), 127.0f32.exp2()]);
+        }
+    }
+
+    struct Panel<'a>(&'a [[u8; 16]; 16], &'a [f32; 16]);
+    impl Kernel for Panel<'_> {
+        type Output = [[f32; 8]; 32];
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) -> [[f32; 8]; 32] {
+            let mut to = [[0.0; 8]; 32];
+            let (scale, _) = self.1.as_chunks();
+            s.load_e4m3_panel(self.0.each_ref(), [s.load(&scale[0]), s.load(&scale[1])], &mut to);
+            to
+        }
+    }
+
+    #[test]
+    fn panels_are_turned_and_scaled() {
+        let codes: [[u8; 16]; 16] = std::array::from_fn(|i| std::array::from_fn(|k| (16 * i + k) as u8));
+        let scale = std::array::from_fn(|i| 0.5 + i as f32);
+        for level in [Level::Scalar, Level::Avx2] {
+            let got = run(Isa::at_most(level), Panel(&codes, &scale));
+            for (i, row) in codes.iter().enumerate() {
+                for (k, code) in row.iter().enumerate() {
+                    let (got, want) = (got.as_flattened()[16 * k + i], E4m3(*code).to_f32() * scale[i]);
+                    assert!(same(got, want), "{level:?} row {i} column {k}: {got}, must be {want}");
+                }
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Portable lanes: loops over arrays, which compilers turn into whatever the target has.
 
 use super::{LANES, Simd};
-use crate::dtype::Element;
+use crate::dtype::{E4m3, Element};
 
 #[derive(Clone, Copy, Debug)]
 pub struct Scalar;
@@ -18,6 +18,7 @@ fn each(f: impl Fn(usize) -> f32) -> [f32; LANES] {
 impl Simd for Scalar {
     type F = [f32; LANES];
     type D = [f64; LANES];
+    const ROWS: usize = 2;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {
@@ -95,6 +96,40 @@ impl Simd for Scalar {
             }
         }
         y
+    }
+
+    #[inline(always)]
+    fn select_lt(self, x: Self::F, y: Self::F, a: Self::F, b: Self::F) -> Self::F {
+        each(|i| if x[i] < y[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn nearest(self, x: Self::F) -> Self::F {
+        // 1.5 * 2^23 leaves no bit for a fraction.
+        const MAGIC: f32 = 12_582_912.0;
+        each(|i| (x[i] + MAGIC) - MAGIC)
+    }
+
+    #[inline(always)]
+    fn times_power(self, x: Self::F, n: Self::F) -> Self::F {
+        // NaN as an integer is 0.
+        each(|i| f32::from_bits(x[i].to_bits().wrapping_add((n[i] as i32 as u32) << 23)))
+    }
+
+    #[inline(always)]
+    fn load_e4m3_panel(
+        self,
+        rows: [&[u8; 2 * LANES]; 2 * LANES],
+        scale: [Self::F; 2],
+        to: &mut [[f32; LANES]; 4 * LANES],
+    ) {
+        let to = to.as_flattened_mut();
+        for (i, row) in rows.into_iter().enumerate() {
+            let scale = scale[i / LANES][i % LANES];
+            for (k, &code) in row.iter().enumerate() {
+                to[2 * LANES * k + i] = E4m3(code).to_f32() * scale;
+            }
+        }
     }
 
     #[inline(always)]
