@@ -91,15 +91,15 @@ pub trait Simd: Copy + Send + Sync + 'static {
     #[inline(always)]
     fn exp2(self, x: Self::F) -> Self::F {
         // 2^f for |f| <= 1/2 by its Taylor series, ln(2)^k / k!; the first term left out is below a tenth of an ulp.
-        const C: [f32; 7] = [
-            0.693_147_2,
-            0.240_226_51,
-            0.055_504_11,
-            0.009_618_129,
-            0.001_333_355_8,
-            0.000_154_035_3,
-            0.000_015_252_734,
-        ];
+        const C: [f32; 7] = {
+            let (mut c, mut term, mut k) = ([0.0; 7], 1.0, 0);
+            while k < c.len() {
+                term *= std::f64::consts::LN_2 / (k + 1) as f64;
+                c[k] = term as f32;
+                k += 1;
+            }
+            c
+        };
         let floor = self.splat(-125.0);
         let clamped = self.max(floor, x);
         let n = self.nearest(clamped);
