@@ -23,7 +23,7 @@
 mod kernels;
 
 use super::mla_row::{Rotation, finish_row};
-use super::simd::{self, Kernel, Simd, load_slice, store_slice};
+use super::simd::{self, Kernel, Simd, convert};
 use super::{cache_row, reference};
 use crate::context::Context;
 use crate::dtype::E4m3;
@@ -521,7 +521,7 @@ impl<const N: usize, const M: usize> Kernel for LoadRow<'_, N, M> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         // SAFETY: host memory that nobody writes meanwhile.
-        with_float!(self.view.dtype, T => load_slice(s, unsafe { self.view.row::<T, M>(self.index) }, self.out))
+        with_float!(self.view.dtype, T => convert(s, unsafe { self.view.row::<T, M>(self.index) }, self.out))
     }
 }
 
@@ -537,7 +537,7 @@ impl<const N: usize, const M: usize> Kernel for StoreRow<'_, N, M> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         // SAFETY: host memory that nobody else uses meanwhile.
-        with_float!(self.view.dtype, T => store_slice(s, self.x, unsafe { self.view.row_mut::<T, M>(self.index) }))
+        with_float!(self.view.dtype, T => convert(s, self.x, unsafe { self.view.row_mut::<T, M>(self.index) }))
     }
 }
 
