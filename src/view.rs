@@ -68,6 +68,16 @@ impl<const N: usize> View<N> {
         self.shape[N - 1]
     }
 
+    /// The columns from `first` on of every row.
+    pub fn columns_from(&self, first: usize) -> Self {
+        let mut tail = *self;
+        tail.shape[N - 1] = self.row_len().checked_sub(first).expect("no more columns than a row has");
+        if !self.shape.contains(&0) {
+            tail.ptr = self.ptr.wrapping_add(first * self.dtype.size());
+        }
+        tail
+    }
+
     fn row_ptr<T: Plain, const M: usize>(&self, index: [usize; M]) -> *mut T {
         const { assert!(M + 1 == N) };
         debug_assert_eq!(T::DTYPE, self.dtype);

@@ -8,6 +8,8 @@ mod image;
 pub mod kv_gather;
 pub mod kv_store;
 pub mod merge_attention;
+pub mod mla_indexer_fp8;
+pub mod mla_prefill_fp8;
 pub mod mla_rope_rmsnorm_quantize;
 mod nvrtc;
 pub mod params;

@@ -94,6 +94,6 @@ impl Op for MlaIndexerFp8 {
 
     #[cfg(feature = "cuda")]
     fn cuda() -> &'static [Impl<Self>] {
-        &[]
+        crate::cuda::mla_indexer_fp8::IMPLS
     }
 }

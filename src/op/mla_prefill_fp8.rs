@@ -260,7 +260,7 @@ impl Op for MlaPrefillFp8 {
 
     #[cfg(feature = "cuda")]
     fn cuda() -> &'static [Impl<Self>] {
-        &[]
+        crate::cuda::mla_prefill_fp8::IMPLS
     }
 }
 

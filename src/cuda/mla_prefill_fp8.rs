@@ -1,0 +1,455 @@
+//! `kernels/mla_prefill_fp8.cuh` tells the sequence of launches; here are their grids, the scratch between them, and which attention kernel fits.
+
+use super::mla_rope_rmsnorm_quantize::{self as rope, NewRows};
+use super::params::{BatchParams, CacheParams};
+use super::{
+    Kernel, LaunchParams, Shape, THREADS, WARPS, by_dtype, entries, launch, refuse_without_kernels, rows_aligned,
+};
+use crate::context::Context;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::op::mla_prefill_fp8::{Args, Mask, MlaPrefillFp8, SCALE_BLOCK, ScoreMod};
+use crate::plan::{Impl, Stream};
+use crate::workspace::{Arena, Span};
+use std::ffi::c_void;
+use std::ptr::null_mut;
+
+pub const IMPLS: &[Impl<MlaPrefillFp8>] = &[Impl {
+    name: "cuda",
+    refuse,
+    layout: |_, a, arena| {
+        Scratch::take(a, arena);
+    },
+    run,
+}];
+
+static LATENT: [Kernel; 3] = entries!("mla_prefill_fp8_latent");
+static PROJECT: [Kernel; 3] = entries!("mla_prefill_fp8_project");
+
+/// As in `mla_prefill_fp8_project.cu`.
+mod project {
+    pub const ROWS: usize = 128;
+    pub const FEATURES: usize = 128;
+    pub const THREADS: u32 = 256;
+    pub const SHARED: u32 = 99840;
+}
+
+/// Columns that rows of K, V and the keys' rope part are padded to.
+const COLUMN_PAD: usize = 8;
+
+/// K and V of as many heads as this holds lie in scratch at once.
+const GROUP_BYTES: usize = 256 << 20;
+
+// ---- the attention kernels ----
+
+/// A config of `mla_prefill_fp8_attention.cu`.
+struct Attention {
+    /// F16, BF16.
+    kernels: [Kernel; 2],
+    /// Padded columns of a key; columns of V that one pass takes.
+    key_columns: usize,
+    value_columns: usize,
+    warps: u32,
+    shared: u32,
+}
+
+macro_rules! attention {
+    ($name:literal, $key_columns:literal, $value_columns:literal, $warps:literal, $shared:literal) => {
+        Attention {
+            kernels: [
+                Kernel {
+                    file: "mla_prefill_fp8_attention.cu",
+                    name: concat!("mla_prefill_fp8_attention_", $name, "_f16"),
+                },
+                Kernel {
+                    file: "mla_prefill_fp8_attention.cu",
+                    name: concat!("mla_prefill_fp8_attention_", $name, "_bf16"),
+                },
+            ],
+            key_columns: $key_columns,
+            value_columns: $value_columns,
+            warps: $warps,
+            shared: $shared,
+        }
+    };
+}
+
+static NARROW: Attention = attention!("narrow", 96, 64, 4, 35840);
+static STANDARD: Attention = attention!("standard", 192, 128, 8, 94208);
+static STANDARD_FEW: Attention = attention!("standard_few", 192, 128, 4, 68608);
+static WIDE: Attention = attention!("wide", 256, 128, 4, 84992);
+
+static PLAIN: [Kernel; 3] = [
+    Kernel { file: "mla_prefill_fp8_attention.cu", name: "mla_prefill_fp8_attention_plain_f32" },
+    Kernel { file: "mla_prefill_fp8_attention.cu", name: "mla_prefill_fp8_attention_plain_f16" },
+    Kernel { file: "mla_prefill_fp8_attention.cu", name: "mla_prefill_fp8_attention_plain_bf16" },
+];
+
+/// What a launch of an attention kernel needs to know of it.
+#[derive(Clone, Copy)]
+struct Chosen {
+    kernel: &'static Kernel,
+    tile_rows: usize,
+    value_columns: usize,
+    threads: u32,
+    shared: u32,
+}
+
+/// By dtype and widths alone, but for the rows of a tile, which change no bit of the result.
+fn choose(dtype: DType, key_columns: usize, value_columns: usize, max_seq_length: usize) -> Chosen {
+    let fits = |a: &&Attention| key_columns <= a.key_columns && value_columns <= a.value_columns;
+    let tensor = match dtype {
+        DType::F32 => None,
+        _ if fits(&&NARROW) => Some(&NARROW),
+        _ if key_columns <= STANDARD.key_columns && max_seq_length <= 64 => Some(&STANDARD_FEW),
+        _ if key_columns <= STANDARD.key_columns => Some(&STANDARD),
+        _ if key_columns <= WIDE.key_columns => Some(&WIDE),
+        _ => None,
+    };
+    match tensor {
+        Some(a) => Chosen {
+            kernel: &a.kernels[usize::from(dtype == DType::BF16)],
+            tile_rows: 16 * a.warps as usize,
+            value_columns: a.value_columns,
+            threads: 32 * a.warps,
+            shared: a.shared,
+        },
+        None => {
+            Chosen { kernel: by_dtype(&PLAIN, dtype), tile_rows: 16, value_columns: 128, threads: THREADS, shared: 0 }
+        }
+    }
+}
+
+// ---- sizes ----
+
+/// Everything that follows from the shapes.
+struct Plan {
+    rows: usize,
+    key_stride: usize,
+    value_stride: usize,
+    rope_stride: usize,
+    /// Heads that are projected and attended to at once.
+    group: usize,
+    attention: Chosen,
+    /// Blocks of an attention launch, a head.
+    attention_blocks: usize,
+}
+
+impl Plan {
+    fn new(a: &Args<'_>) -> Self {
+        let [key_stride, value_stride, rope_stride] =
+            [a.nope_dim, a.v_head_dim, a.rope_dim].map(|n| n.next_multiple_of(COLUMN_PAD));
+        let attention = choose(a.q.dtype, key_stride + rope_stride, a.v_head_dim, a.batch.max_seq_length);
+        let passes = a.v_head_dim.div_ceil(attention.value_columns);
+        // The kernel's own rule: sequence b gets the tiles from row_offsets[b] / tile_rows + b on.
+        let attention_blocks = (a.q.shape[0] / attention.tile_rows + a.batch.batch_size).saturating_mul(passes);
+        let head_bytes =
+            a.buffer_length.saturating_mul(key_stride + value_stride).saturating_mul(a.q.dtype.size()).max(1);
+        let most = i32::MAX as usize / attention_blocks.max(1);
+        let group = (GROUP_BYTES / head_bytes).min(most).clamp(1, a.num_heads);
+        Plan { rows: a.buffer_length, key_stride, value_stride, rope_stride, group, attention, attention_blocks }
+    }
+
+    /// Tiles of features that a group of heads touches; they start at multiples of 128 whatever the group.
+    fn project_blocks(&self, first_head: usize, heads: usize, head_features: usize) -> usize {
+        let first = first_head * head_features / project::FEATURES;
+        let end = ((first_head + heads) * head_features).div_ceil(project::FEATURES);
+        self.rows.div_ceil(project::ROWS).saturating_mul(end - first)
+    }
+}
+
+struct Scratch {
+    codes: Span<u8>,
+    scales: Span<f32>,
+    k_rope: Span<u8>,
+    keys: Span<u8>,
+    values: Span<u8>,
+}
+
+impl Scratch {
+    fn take(a: &Args<'_>, arena: &mut Arena) -> Self {
+        let plan = Plan::new(a);
+        let bytes = |rows: usize, columns: usize| rows.saturating_mul(columns).saturating_mul(a.q.dtype.size());
+        let group_rows = plan.group.saturating_mul(plan.rows);
+        Scratch {
+            codes: arena.take(plan.rows.saturating_mul(a.kv_lora_rank)),
+            scales: arena.take(scale_stride(plan.rows).saturating_mul(a.kv_lora_rank / SCALE_BLOCK)),
+            k_rope: arena.take(bytes(plan.rows, plan.rope_stride)),
+            keys: arena.take(bytes(group_rows, plan.key_stride)),
+            values: arena.take(bytes(group_rows, plan.value_stride)),
+        }
+    }
+}
+
+/// A tile of the projection reads the scales of all its rows.
+fn scale_stride(rows: usize) -> usize {
+    rows.checked_next_multiple_of(project::ROWS).unwrap_or(usize::MAX)
+}
+
+fn refuse(ctx: &Context, a: &Args<'_>) -> Result<(), String> {
+    refuse_without_kernels(ctx)?;
+    if a.finish.is_some() {
+        rope::refuse(ctx, &a.cache, a.q.dtype)?;
+    }
+    let plan = Plan::new(a);
+    let head_features = a.nope_dim + a.v_head_dim;
+    let limit = i32::MAX as usize;
+    if plan.rows > u32::MAX as usize || a.kv_b_proj.shape[0] > limit || a.kv_lora_rank > limit {
+        return Err("buffer_length or kv_b_proj is beyond 32-bit row numbers".into());
+    }
+    if plan.attention_blocks > limit || plan.project_blocks(0, plan.group, head_features) > limit / 2 {
+        return Err("a launch would take more than 2^31 blocks".into());
+    }
+    Ok(())
+}
+
+fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream) -> Result<()> {
+    if a.q.shape[0] == 0 || a.batch.batch_size == 0 {
+        return Ok(());
+    }
+    let plan = Plan::new(a);
+    let scratch = Scratch::take(a, arena);
+    let dtype = a.q.dtype;
+    if let Some(f) = &a.finish {
+        let q_rope = a.q.columns_from(a.nope_dim);
+        let rows = NewRows {
+            cache: &a.cache,
+            batch: &a.batch,
+            rope: f.rope,
+            q_rope: &q_rope,
+            q_rope_output: &q_rope,
+            kv: f.kv.as_ref(),
+            freqs_cis: &f.freqs_cis,
+            gamma: &f.gamma,
+            epsilon: f.epsilon,
+        };
+        rope::finish(ctx, &rows, stream)?;
+    }
+    let batch = BatchParams::new(&a.batch);
+    let buffer = BufferParams {
+        row_offsets: a.rows.raw_row_offsets,
+        cache_offsets: a.rows.raw_cache_offsets,
+        rows: plan.rows as u64,
+    };
+    if plan.rows > 0 {
+        let cache = CacheParams::new(&a.cache);
+        let params = MlaPrefillLatentParams {
+            batch,
+            cache,
+            buffer,
+            codes: scratch.codes.as_ptr(),
+            scales: scratch.scales.as_ptr(),
+            k_rope: scratch.k_rope.as_ptr().cast(),
+            scale_stride: scale_stride(plan.rows) as i64,
+            latent: a.kv_lora_rank as u32,
+            rope_width: a.rope_dim as u32,
+            rope_stride: plan.rope_stride as u32,
+            vector: u32::from(cache.vector(4)),
+        };
+        let shape = Shape::strided(plan.rows as u64, WARPS, THREADS, 0);
+        // SAFETY: the struct describes the checked arguments and the scratch laid out for them.
+        unsafe { launch(ctx, by_dtype(&LATENT, dtype), shape, &params, stream)? };
+    }
+    for first_head in (0..a.num_heads).step_by(plan.group) {
+        let heads = plan.group.min(a.num_heads - first_head);
+        if plan.rows > 0 {
+            let params = MlaPrefillProjectParams {
+                codes: scratch.codes.as_ptr(),
+                scales: scratch.scales.as_ptr(),
+                weight: a.kv_b_proj.as_ptr(),
+                weight_scales: a.kv_b_proj_scale.as_ptr().cast(),
+                keys: scratch.keys.as_ptr().cast(),
+                values: scratch.values.as_ptr().cast(),
+                scale_stride: scale_stride(plan.rows) as i64,
+                weight_stride: a.kv_b_proj.stride[0] as i64,
+                weight_scale_stride: a.kv_b_proj_scale.stride[0] as i64,
+                rows: plan.rows as u64,
+                latent: a.kv_lora_rank as u32,
+                features: a.kv_b_proj.shape[0] as u32,
+                first_head: first_head as u32,
+                heads: heads as u32,
+                nope: a.nope_dim as u32,
+                value_width: a.v_head_dim as u32,
+                key_stride: plan.key_stride as u32,
+                value_stride: plan.value_stride as u32,
+                vector: u32::from(rows_aligned(&a.kv_b_proj)),
+                reserved: 0,
+            };
+            let blocks = plan.project_blocks(first_head, heads, a.nope_dim + a.v_head_dim) as u32;
+            let shape = Shape { grid: [blocks, 1, 1], threads: project::THREADS, shared: project::SHARED };
+            // SAFETY: as above.
+            unsafe { launch(ctx, by_dtype(&PROJECT, dtype), shape, &params, stream)? };
+        }
+        let (mask, mask_width) = match a.mask {
+            Mask::Causal => (0, 0),
+            Mask::Null => (1, 0),
+            Mask::SlidingWindowCausal(window) => (2, window),
+            Mask::ChunkedCausal(chunk) => (3, chunk),
+        };
+        let params = MlaPrefillAttentionParams {
+            batch,
+            buffer,
+            q: a.q.as_ptr().cast(),
+            keys: scratch.keys.as_ptr().cast(),
+            values: scratch.values.as_ptr().cast(),
+            k_rope: scratch.k_rope.as_ptr().cast(),
+            output: a.output.as_ptr().cast(),
+            lse: a.lse.map_or(null_mut(), |lse| lse.as_ptr().cast()),
+            q_token_stride: a.q.stride[0] as i64,
+            q_head_stride: a.q.stride[1] as i64,
+            output_token_stride: a.output.stride[0] as i64,
+            output_head_stride: a.output.stride[1] as i64,
+            lse_stride: a.lse.map_or(0, |lse| lse.stride[0] as i64),
+            tokens: tokens(a) as u64,
+            num_heads: a.num_heads as u32,
+            first_head: first_head as u32,
+            heads: heads as u32,
+            nope: a.nope_dim as u32,
+            rope_width: a.rope_dim as u32,
+            value_width: a.v_head_dim as u32,
+            key_stride: plan.key_stride as u32,
+            value_stride: plan.value_stride as u32,
+            rope_stride: plan.rope_stride as u32,
+            mask,
+            mask_width: mask_width as u32,
+            alibi: u32::from(a.score_mod == ScoreMod::Alibi),
+            scale: a.scale,
+            q_vector: u32::from(
+                rows_aligned(&a.q) && a.nope_dim.is_multiple_of(COLUMN_PAD) && a.rope_dim.is_multiple_of(COLUMN_PAD),
+            ),
+            output_vector: u32::from(
+                a.v_head_dim.is_multiple_of(2) && a.output.stride[..2].iter().all(|s| s.is_multiple_of(2)),
+            ),
+            reserved: 0,
+        };
+        let Chosen { kernel, threads, shared, tile_rows, value_columns } = plan.attention;
+        let tiles = tokens(a) / tile_rows + a.batch.batch_size;
+        let blocks = tiles * a.v_head_dim.div_ceil(value_columns) * heads;
+        let shape = Shape { grid: [blocks as u32, 1, 1], threads, shared };
+        // SAFETY: as above.
+        unsafe { launch(ctx, kernel, shape, &params, stream)? };
+    }
+    Ok(())
+}
+
+/// Rows that q, output and lse all have; the batch's own count is on the device.
+fn tokens(a: &Args<'_>) -> usize {
+    let rows = a.q.shape[0].min(a.output.shape[0]);
+    a.lse.map_or(rows, |lse| rows.min(lse.shape[0]))
+}
+
+// ---- launch structs, as in kernels/mla_prefill_fp8.cuh ----
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct BufferParams {
+    row_offsets: *const u32,
+    cache_offsets: *const u32,
+    rows: u64,
+}
+const _: () = assert!(size_of::<BufferParams>() == 24);
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct MlaPrefillLatentParams {
+    batch: BatchParams,
+    cache: CacheParams,
+    buffer: BufferParams,
+    codes: *mut u8,
+    scales: *mut f32,
+    k_rope: *mut c_void,
+    scale_stride: i64,
+    latent: u32,
+    rope_width: u32,
+    rope_stride: u32,
+    vector: u32,
+}
+const _: () = assert!(size_of::<MlaPrefillLatentParams>() == 192);
+// SAFETY: the layout of the kernel's struct; filled from checked arguments.
+unsafe impl LaunchParams for MlaPrefillLatentParams {}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct MlaPrefillProjectParams {
+    codes: *const u8,
+    scales: *const f32,
+    weight: *const u8,
+    weight_scales: *const f32,
+    keys: *mut c_void,
+    values: *mut c_void,
+    scale_stride: i64,
+    weight_stride: i64,
+    weight_scale_stride: i64,
+    rows: u64,
+    latent: u32,
+    features: u32,
+    first_head: u32,
+    heads: u32,
+    nope: u32,
+    value_width: u32,
+    key_stride: u32,
+    value_stride: u32,
+    vector: u32,
+    reserved: u32,
+}
+const _: () = assert!(size_of::<MlaPrefillProjectParams>() == 120);
+// SAFETY: as above.
+unsafe impl LaunchParams for MlaPrefillProjectParams {}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct MlaPrefillAttentionParams {
+    batch: BatchParams,
+    buffer: BufferParams,
+    q: *const c_void,
+    keys: *const c_void,
+    values: *const c_void,
+    k_rope: *const c_void,
+    output: *mut c_void,
+    lse: *mut f32,
+    q_token_stride: i64,
+    q_head_stride: i64,
+    output_token_stride: i64,
+    output_head_stride: i64,
+    lse_stride: i64,
+    tokens: u64,
+    num_heads: u32,
+    first_head: u32,
+    heads: u32,
+    nope: u32,
+    rope_width: u32,
+    value_width: u32,
+    key_stride: u32,
+    value_stride: u32,
+    rope_stride: u32,
+    mask: u32,
+    mask_width: u32,
+    alibi: u32,
+    scale: f32,
+    q_vector: u32,
+    output_vector: u32,
+    reserved: u32,
+}
+const _: () = assert!(size_of::<MlaPrefillAttentionParams>() == 224);
+// SAFETY: as above.
+unsafe impl LaunchParams for MlaPrefillAttentionParams {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_width_has_a_kernel() {
+        for (dtype, key, value, longest, name) in [
+            (DType::BF16, 192, 128, 4096, "mla_prefill_fp8_attention_standard_bf16"),
+            (DType::F16, 192, 128, 64, "mla_prefill_fp8_attention_standard_few_f16"),
+            (DType::F16, 96, 64, 4096, "mla_prefill_fp8_attention_narrow_f16"),
+            (DType::BF16, 96, 65, 4096, "mla_prefill_fp8_attention_standard_bf16"),
+            (DType::BF16, 256, 256, 4096, "mla_prefill_fp8_attention_wide_bf16"),
+            (DType::BF16, 264, 8, 4096, "mla_prefill_fp8_attention_plain_bf16"),
+            (DType::F32, 96, 64, 4096, "mla_prefill_fp8_attention_plain_f32"),
+        ] {
+            assert_eq!(choose(dtype, key, value, longest).kernel.name, name);
+        }
+    }
+}
