@@ -157,6 +157,10 @@ PKV_KERNEL(mla_indexer_fp8_score, MlaIndexerScoreParams, score::THREADS, 2) {
         find_token(p.batch, row, place);
         const u64 sequence_end = p.batch.row_offsets[place.sequence + 1];
         const u64 run_end = sequence_end < end ? sequence_end : end;
+        if (run_end <= row) { // offsets that fall
+            row++;
+            continue;
+        }
         TokenPlace last = place;
         last.position += run_end - 1 - row;
         const u64 most = keys_seen(p.batch, last, p.causal, p.max_keys);

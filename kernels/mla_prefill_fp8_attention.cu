@@ -368,12 +368,15 @@ template <class T, class C> PKV_DEVICE void attention(const MlaPrefillAttentionP
 namespace plain {
 constexpr u32 WARPS = 4, THREADS = WARPS * WARP, WARP_ROWS = 4, ROWS = WARPS * WARP_ROWS, KEYS = WARP, COLUMNS = 32,
               V = 128;
-}
+// shared memory, f32: 32 columns of the queries [ROWS][COLUMNS], of the keys [KEYS][KEY_STRIDE]
+constexpr u32 KEY_STRIDE = COLUMNS + 1, SHARED_BYTES = (ROWS * COLUMNS + KEYS * KEY_STRIDE) * 4;
+static_assert(SHARED_BYTES == 6272, "src/cuda/mla_prefill_fp8.rs launches with it");
+} // namespace plain
 
 template <class T> PKV_DEVICE void plain_attention(const MlaPrefillAttentionParams &p) {
     using namespace plain;
-    __shared__ float queries[ROWS][COLUMNS];
-    __shared__ float keys_part[KEYS][COLUMNS + 1];
+    PKV_DYNAMIC_SHARED(float, queries);
+    float *keys_part = queries + ROWS * COLUMNS;
     const Work w = find_work(p, ROWS, V);
     if (w.tile.rows == 0) return;
     const u32 lane = lane_id(), warp_row = warp_id() * WARP_ROWS;
@@ -401,7 +404,7 @@ template <class T> PKV_DEVICE void plain_attention(const MlaPrefillAttentionPara
             for (u32 i = threadIdx.x; i < ROWS * COLUMNS; i += THREADS) {
                 const u32 row = i / COLUMNS, c = first + i % COLUMNS;
                 const bool valid = row < w.tile.rows && c < p.nope + p.rope_width;
-                queries[row][i % COLUMNS] = valid ? to_f32(q[i64(row) * p.q_token_stride + c]) : 0.0f;
+                queries[i] = valid ? to_f32(q[i64(row) * p.q_token_stride + c]) : 0.0f;
             }
             for (u32 i = threadIdx.x; i < KEYS * COLUMNS; i += THREADS) {
                 const u32 key = i / COLUMNS, c = first + i % COLUMNS;
@@ -411,13 +414,13 @@ template <class T> PKV_DEVICE void plain_attention(const MlaPrefillAttentionPara
                     if (c < p.nope) x = to_f32(keys[row * p.key_stride + c]);
                     else if (c < p.nope + p.rope_width) x = to_f32(ropes[row * p.rope_stride + (c - p.nope)]);
                 }
-                keys_part[key][i % COLUMNS] = x;
+                keys_part[key * KEY_STRIDE + i % COLUMNS] = x;
             }
             __syncthreads();
             for (u32 c = 0; c < COLUMNS; c++) {
-                const float k = keys_part[lane][c];
+                const float k = keys_part[lane * KEY_STRIDE + c];
                 PKV_UNROLL
-                for (u32 r = 0; r < WARP_ROWS; r++) score[r] = fmaf(queries[warp_row + r][c], k, score[r]);
+                for (u32 r = 0; r < WARP_ROWS; r++) score[r] = fmaf(queries[(warp_row + r) * COLUMNS + c], k, score[r]);
             }
         }
         const u32 key = first_key + lane;

@@ -280,7 +280,7 @@ static void prefill(int number, const PrefillCase &c) {
                                             0};
         const u32 grid = ((tokens + more) / tile_rows + pages.batch()) * n * ((c.v + columns - 1) / columns);
         const std::string name = base + "attention_" + (kernel ? kernel->name : "plain") + "_" + dtype;
-        pkv_emu::launch(name.c_str(), {grid, 1, 1}, kernel ? 32 * kernel->warps : 128, kernel ? kernel->shared : 0,
+        pkv_emu::launch(name.c_str(), {grid, 1, 1}, kernel ? 32 * kernel->warps : 128, kernel ? kernel->shared : 6272,
                         attention);
     }
 

@@ -15,8 +15,10 @@ use api::*;
 use cuda::*;
 use pagedkv::abi::collection::*;
 use pagedkv::abi::context::PKV_BACKEND_CUDA;
+use pagedkv::abi::indexer::pkv_mla_indexer_fp8_params;
 use pagedkv::abi::kv::*;
 use pagedkv::abi::merge::pkv_merge_attention_params;
+use pagedkv::abi::prefill::{PKV_PREFILL_FINISHED, pkv_mla_prefill_fp8_params};
 use pagedkv::abi::rope::pkv_mla_rope_rmsnorm_quantize_params;
 use pagedkv::abi::status::*;
 use pagedkv::abi::types::*;
@@ -25,7 +27,14 @@ use pagedkv::dtype::DType;
 use std::ptr::null_mut;
 
 /// Functions that have CUDA kernels, by their names in the golden cases.
-const OPS: [&str; 4] = ["kv_store_ragged", "kv_gather", "merge_attention", "mla_rope_rmsnorm_quantize"];
+const OPS: [&str; 6] = [
+    "kv_store_ragged",
+    "kv_gather",
+    "merge_attention",
+    "mla_rope_rmsnorm_quantize",
+    "mla_prefill_fp8",
+    "mla_indexer_ragged_fp8",
+];
 
 fn on(backend: i32) -> Context {
     Context::with(|o| o.backend = backend)
@@ -334,6 +343,167 @@ fn merge_grid(seed: u64) {
     }
 }
 
+/// ‖have - want‖ / ‖want‖; what is not finite must be the same on both sides.
+fn relative_error(what: &str, have: &Tensor, want: &Tensor) -> f64 {
+    let (mut error, mut norm) = (0.0, 0.0);
+    for (i, (&h, &w)) in have.to_f32().iter().zip(&want.to_f32()).enumerate() {
+        if !w.is_finite() || !h.is_finite() {
+            assert!(h == w || h.is_nan() && w.is_nan(), "{what}: element {i} is {h}, must be {w}");
+            continue;
+        }
+        error += f64::from(h - w).powi(2);
+        norm += f64::from(w).powi(2);
+    }
+    if norm == 0.0 { f64::sqrt(error) } else { (error / norm).sqrt() }
+}
+
+fn prefill_grid(seed: u64, rounds: usize) {
+    let mut twin = Twin::new(seed);
+    for round in 0..rounds {
+        let dtype = [DType::BF16, DType::F16, DType::F32][round % 3];
+        let latent = twin.random.pick(&[128, 128, 256]);
+        let widths =
+            [(128, 64, 128), (64, 32, 64), (20, 6, 24), (33, 10, 45), (192, 64, 200), (8, 8, 8), (300, 16, 40)];
+        let (nope, rope, v) = twin.random.pick(&widths);
+        let heads = twin.random.pick(&[1, 2, 3, 5]);
+        let mut o = twin.options(1, (latent + rope) as u32, 1);
+        if o.dtype == DType::F8E5M2 as i32 {
+            o.dtype = DType::F8E4M3 as i32;
+        }
+        let most = twin.random.pick(&[9, 40]);
+        let batch = twin.batch(&mut o, 1 + round % 4, most);
+        let (mut rows, mut offsets) = (vec![0u32], Vec::new());
+        for b in 0..batch.cache_lengths.len() {
+            let length = batch.cache_lengths[b] + batch.row_offsets[b + 1] - batch.row_offsets[b];
+            let whole = twin.random.below(2) == 0;
+            let start = if whole { 0 } else { twin.random.below(u64::from(length) + 1) as u32 };
+            let n = if whole { length } else { twin.random.below(u64::from(length - start) + 1) as u32 };
+            offsets.push(start);
+            rows.push(rows[b] + n);
+        }
+        let tokens = batch.tokens() + twin.random.below(2) as usize;
+        // Without outliers: a score's error must not decide which key wins.
+        let mut even = |dtype: DType, shape: &[usize], size: f32| {
+            let n = shape.iter().product();
+            let x: Vec<f32> = (0..n).map(|_| (twin.random.below(2001) as f32 / 1000.0 - 1.0) * size).collect();
+            Tensor::from_f32(dtype, shape, &x)
+        };
+        let pad = if round % 4 == 3 { 3 } else { 0 };
+        let features = heads * (nope + v);
+        let q = even(dtype, &[tokens, heads, nope + rope + pad], 1.0);
+        let output = Tensor::new(dtype, &[tokens, heads, v + pad]);
+        let lse = Tensor::new(DType::F32, &[tokens, heads]);
+        let kv = even(dtype, &[tokens, latent + rope], 1.0);
+        let (freqs, gamma) = (even(DType::F32, &[100, rope], 1.0), even(dtype, &[latent], 1.0));
+        let weight = even(DType::F8E4M3, &[features, latent + 16 * pad], 8.0);
+        let weight_scale = even(DType::F32, &[features.div_ceil(128), latent / 128], 0.05);
+        let (mut blocks, mut scales) = (0, 0);
+        // SAFETY: live structs.
+        ok(|e| unsafe { pkv_collection_storage_size(&o, &mut blocks, &mut scales, e) });
+        let cached = DType::from_abi(o.dtype).unwrap();
+        let blocks = even(cached, &[blocks / cached.size()], 1.0);
+        let scales = DType::from_abi(o.scale_dtype).map_or(Tensor::new(DType::F32, &[0]), |d| {
+            Tensor::from_f32(d, &[scales / d.size()], &vec![0.5; scales / d.size()])
+        });
+        let (finished, in_place) = (round % 5 == 4, round % 2 == 1);
+        let what = format!("prefill {round}: {dtype:?} {latent} {nope}+{rope}/{v} heads {heads} pad {pad} {o:?}");
+
+        let mut results = Vec::new();
+        for ctx in [&twin.cpu, &twin.cuda] {
+            let t: Vec<Tensor> = [&blocks, &scales, &q, &output, &lse].into_iter().cloned().collect();
+            let mut o = o;
+            o.blocks = t[0].buffer();
+            o.scales = if o.scale_dtype != 0 { t[1].buffer() } else { NO_WORKSPACE };
+            let collection = Collection::new(ctx, &o);
+            let b = batch.abi();
+            let mut p: pkv_mla_prefill_fp8_params = zeroed();
+            p.struct_size = size_of_val(&p);
+            (p.collection, p.batch) = (collection.0, &b);
+            (p.rope, p.mask, p.score_mod) = (round as i32 / 2 % 2, round as i32 / 3 % 4, (round % 3 == 1) as i32);
+            (p.window, p.chunk, p.epsilon) = (1 + round as u32 % 6, 2 + round as u32 % 7, 1e-6);
+            p.scale = 1.0 / ((nope + rope) as f32).sqrt();
+            p.flags = if finished { PKV_PREFILL_FINISHED } else { 0 };
+            (p.buffer_length, p.buffer_row_offsets) = (i64::from(*rows.last().unwrap()), rows.as_ptr());
+            p.cache_offsets = offsets.as_ptr();
+            let narrowed = |t: &Tensor, width: usize| {
+                let mut v = t.abi();
+                let mut step = 1;
+                for d in (0..t.shape.len()).rev() {
+                    (v.stride[d], step) = (step, step * t.shape[d] as i64);
+                }
+                v.shape[t.shape.len() - 1] = width as i64;
+                v
+            };
+            (p.q, p.output, p.lse) = (narrowed(&t[2], nope + rope), narrowed(&t[3], v), t[4].abi());
+            if !finished {
+                (p.freqs_cis, p.kv_norm_gamma) = (freqs.abi(), gamma.abi());
+                if !in_place {
+                    p.kv = kv.abi();
+                }
+            }
+            (p.kv_b_proj, p.kv_b_proj_scale) = (narrowed(&weight, latent), weight_scale.abi());
+            PREFILL.ok(ctx, &p, round % 3 != 0);
+            drop(collection);
+            results.push(t);
+        }
+        let (want, have) = (&results[0], &results[1]);
+        for (i, name) in ["blocks", "scales", "q"].iter().enumerate() {
+            compare(&format!("{what}, {name}"), &have[i], &want[i], Match::Nearly);
+        }
+        let bound = match dtype {
+            DType::BF16 => 1e-2,
+            DType::F16 => 2e-3,
+            _ => 1e-4,
+        };
+        for (i, name) in [(3, "output"), (4, "lse")] {
+            let error = relative_error(&format!("{what}, {name}"), &have[i], &want[i]);
+            assert!(error <= bound, "{what}: {name} is off by {error:e}");
+        }
+    }
+}
+
+/// Small integers, so that every sum is exact, ties are common, and both sides must agree to the bit.
+fn indexer_grid(seed: u64, rounds: usize) {
+    let mut twin = Twin::new(seed);
+    for round in 0..rounds {
+        let (heads, depth) = (twin.random.pick(&[1, 2, 3, 16, 64, 70]), twin.random.pick(&[16, 32, 40, 64, 128, 136]));
+        let mut o = twin.options(1, depth as u32, (round % 2) as u32);
+        (o.dtype, o.scale_dtype, o.quantization_granularity) = (DType::F8E4M3 as i32, DType::F32 as i32, 0);
+        let most = twin.random.pick(&[5, 40, 150]);
+        let batch = twin.batch(&mut o, 1 + round % 5, most);
+        let tokens = batch.tokens() + twin.random.below(3) as usize;
+        let top_k = twin.random.pick(&[1, 7, 64, 300]);
+        let mut small = |dtype: DType, shape: &[usize], from: i32, to: i32| {
+            let n = shape.iter().product();
+            let x: Vec<f32> =
+                (0..n).map(|_| (from + twin.random.below((to - from + 1) as u64) as i32) as f32).collect();
+            Tensor::from_f32(dtype, shape, &x)
+        };
+        let (mut blocks, mut scales) = (0, 0);
+        // SAFETY: live structs.
+        ok(|e| unsafe { pkv_collection_storage_size(&o, &mut blocks, &mut scales, e) });
+        let blocks = small(DType::F8E4M3, &[blocks], -2, 2);
+        let scales = small(DType::F32, &[scales / 4], 1, 2);
+        let q = small(DType::F8E4M3, &[tokens, heads, depth], -2, 2);
+        let q_s = small(DType::F32, &[tokens, heads], -2, 2);
+        let (indices, scores) = (Tensor::new(DType::I32, &[tokens, top_k]), Tensor::new(DType::F32, &[tokens, top_k]));
+        let what = format!("indexer {round}: heads {heads} depth {depth} top_k {top_k} {o:?}");
+        let tensors = [&blocks, &scales, &q, &q_s, &indices, &scores];
+        twin.run(&what, &tensors, Some(&o), Match::Bits, |ctx, c, t| {
+            let b = batch.abi();
+            let mut p: pkv_mla_indexer_fp8_params = zeroed();
+            p.struct_size = size_of_val(&p);
+            (p.collection, p.batch) = (c.unwrap().0, &b);
+            (p.mask, p.top_k) = ((round % 3 == 2) as i32, top_k as u32);
+            (p.q, p.q_s, p.output_indices) = (t[2].abi(), t[3].abi(), t[4].abi());
+            if round % 4 != 3 {
+                p.output_scores = t[5].abi();
+            }
+            INDEXER.ok(ctx, &p, round % 2 == 0);
+        });
+    }
+}
+
 #[test]
 fn odd_shapes() {
     emulated("odd_shapes", &[], || {
@@ -341,6 +511,8 @@ fn odd_shapes() {
         gather_grid(2);
         rope_grid(3);
         merge_grid(4);
+        prefill_grid(24, 24);
+        indexer_grid(44, 24);
     });
 }
 
@@ -351,6 +523,8 @@ fn odd_shapes_in_reverse_order() {
         gather_grid(6);
         rope_grid(7);
         merge_grid(8);
+        prefill_grid(28, 24);
+        indexer_grid(48, 24);
     });
 }
 
@@ -362,6 +536,8 @@ fn no_access_out_of_bounds() {
         gather_grid(10);
         rope_grid(11);
         merge_grid(12);
+        prefill_grid(32, 6);
+        indexer_grid(52, 6);
     });
 }
 
@@ -373,6 +549,8 @@ fn no_race() {
         gather_grid(14);
         rope_grid(15);
         merge_grid(16);
+        prefill_grid(36, 6);
+        indexer_grid(56, 6);
     });
 }
 

@@ -114,9 +114,13 @@ fn choose(dtype: DType, key_columns: usize, value_columns: usize, max_seq_length
             threads: 32 * a.warps,
             shared: a.shared,
         },
-        None => {
-            Chosen { kernel: by_dtype(&PLAIN, dtype), tile_rows: 16, value_columns: 128, threads: THREADS, shared: 0 }
-        }
+        None => Chosen {
+            kernel: by_dtype(&PLAIN, dtype),
+            tile_rows: 16,
+            value_columns: 128,
+            threads: THREADS,
+            shared: 6272,
+        },
     }
 }
 

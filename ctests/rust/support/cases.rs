@@ -358,6 +358,15 @@ fn rope(case: &Case) {
     }
 }
 
+/// The case's table, with NaN up to the batch's bounds: a device context, which knows no more of the positions, asks for that many rows.
+fn rotations(case: &Case, batch: &pagedkv::abi::batch::pkv_batch) -> Option<Tensor> {
+    let table = case.tensors.get("freqs_cis")?;
+    let mut x = table.to_f32();
+    let rows = table.shape[0].max((batch.max_seq_length + batch.max_cache_length) as usize);
+    x.resize(rows * table.shape[1], f32::NAN);
+    Some(Tensor::from_f32(table.dtype, &[rows, table.shape[1]], &x))
+}
+
 fn prefill(case: &Case) {
     let batch = case.batch();
     let layer: usize = case.num("layer_idx");
@@ -374,10 +383,11 @@ fn prefill(case: &Case) {
             let shape = &case.tensor("output").shape;
             let (output, lse) = (Tensor::new(dtype, shape), Tensor::new(DType::F32, &shape[..2]));
             let (rows, offsets) = (case.tensor("buffer_row_offsets").to_u32(), case.tensor("cache_offsets").to_u32());
+            let b = batch.abi();
+            let freqs_cis = rotations(case, &b);
             let mut params: pagedkv::abi::prefill::pkv_mla_prefill_fp8_params = zeroed();
             params.struct_size = size_of_val(&params);
             params.collection = collection.0;
-            let b = batch.abi();
             params.batch = &b;
             (params.layer_idx, params.rope, params.epsilon, params.scale) =
                 (layer as u32, case.rope(), case.num("epsilon"), case.num("scale"));
@@ -396,7 +406,8 @@ fn prefill(case: &Case) {
             (params.buffer_length, params.buffer_row_offsets, params.cache_offsets) =
                 (case.num("buffer_length"), rows.as_ptr(), offsets.as_ptr());
             (params.q, params.kv) = (q.abi(), case.abi("kv"));
-            (params.freqs_cis, params.kv_norm_gamma) = (case.abi("freqs_cis"), case.abi("kv_norm_gamma"));
+            (params.freqs_cis, params.kv_norm_gamma) =
+                (freqs_cis.as_ref().map_or_else(zeroed, Tensor::abi), case.abi("kv_norm_gamma"));
             (params.kv_b_proj, params.kv_b_proj_scale) = (case.abi("kv_b_proj"), case.abi("kv_b_proj_scale"));
             (params.output, params.lse) = (output.abi(), lse.abi());
             PREFILL.ok(ctx, &params, given);
