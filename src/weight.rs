@@ -41,7 +41,11 @@ impl Packed {
             let len = bytes / groups;
             // SAFETY: the buffer holds `groups` groups of this length, and each is one task's alone.
             let out = unsafe { std::slice::from_raw_parts_mut(buffer.as_ptr().add(g * len), len) };
-            qgemm::pack_group(format.id, raw, cols, g, out);
+            #[cfg(target_arch = "x86_64")]
+            if let Some(avx2) = ctx.isa.avx2() {
+                return qgemm::pack_group(avx2, format.id, raw, cols, g, out);
+            }
+            qgemm::pack_group(qgemm::portable::Portable, format.id, raw, cols, g, out);
         })?;
         Ok(Packed(buffer))
     }

@@ -2,6 +2,7 @@
 //! of 256 columns, with the sums that offsets and mins of the weights need.
 
 use super::formats::{Format, Tile};
+use super::lanes::Lanes;
 use super::{Isa, TOKENS};
 
 /// Columns of a chunk: one super-block, or eight blocks.
@@ -43,10 +44,20 @@ pub struct WordActs {
     pub d: [[f32; TOKENS]; 8],
 }
 
-/// Codes of one token's chunk before they are interleaved, with their scales: one for each 32 columns.
+/// One token's chunk before it is interleaved with others.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
 pub struct Codes {
-    pub q: [i8; CHUNK],
+    /// Four columns a dword.
+    pub q: [[u32; 16]; 4],
+    /// For each 16 columns, sums as in [`ByteActs::minus_sum`], not negated.
+    pub sums: [[i16; 2]; 16],
+    /// One for each 32 columns.
     pub d: [f32; 8],
+}
+
+impl Codes {
+    pub const ZERO: Codes = Codes { q: [[0; 16]; 4], sums: [[0; 2]; 16], d: [0.0; 8] };
 }
 
 /// How an encoding's weights meet activations: which activation layout it reads and which tile kernel it runs.
@@ -62,7 +73,18 @@ pub trait Family: 'static {
     /// Columns that share an activation scale.
     const ACT_BLOCK: usize;
 
-    fn interleave(codes: &[Codes; TOKENS], out: &mut Self::Acts);
+    /// Puts token `t` of the four in its place.
+    fn put<V: Lanes>(codes: &Codes, t: usize, out: &mut Self::Acts);
+
+    /// `out[token][row] += ` the product of a chunk's blocks, unpacked in registers; the tile lends room for scales.
+    fn fused<I: Isa, F: Format<Family = Self>>(
+        isa: I,
+        blocks: &[F::Block],
+        tile: &mut Tile,
+        acts: &Self::Acts,
+        out: &mut [[f32; 16]],
+    ) where
+        Self: Sized;
 
     /// `out[token][row] += ` the tile's product over its first `blocks` blocks.
     fn apply<I: Isa, F: Format<Family = Self>>(
@@ -107,20 +129,10 @@ pub enum WordBlocks {}
 pub enum WordSuper {}
 
 #[inline(always)]
-fn code_dword(codes: &[Codes; TOKENS], t: usize, step: usize) -> u32 {
-    u32::from_le_bytes(std::array::from_fn(|i| codes[t].q[4 * step + i] as u8))
-}
-
-/// Sums of the codes in `steps`, one for each 16-bit lane of a dword.
-#[inline(always)]
-fn half_sums(q: &[[u32; TOKENS]], t: usize) -> [i16; 2] {
-    let mut s = [0i16; 2];
-    for v in q {
-        let [a, b, c, d] = v[t].to_le_bytes().map(|x| i16::from(x as i8));
-        s[0] += a + b;
-        s[1] += c + d;
+fn put_bytes(codes: &Codes, t: usize, out: &mut [[u32; TOKENS]; 64]) {
+    for (out, q) in out.iter_mut().zip(codes.q.as_flattened()) {
+        out[t] = *q;
     }
-    s
 }
 
 #[inline(always)]
@@ -129,16 +141,26 @@ fn negated_pair(s: [i16; 2]) -> u32 {
 }
 
 #[inline(always)]
-fn words(codes: &[Codes; TOKENS], out: &mut WordActs) {
-    for step in 0..64 {
-        for t in 0..TOKENS {
-            let [a, b, c, d] = std::array::from_fn(|i| u32::from(i16::from(codes[t].q[4 * step + i]) as u16));
-            out.q[2 * step][t] = a | c << 16;
-            out.q[2 * step + 1][t] = b | d << 16;
+fn total(s: [i16; 2]) -> f32 {
+    f32::from(s[0] + s[1])
+}
+
+#[inline(always)]
+fn put_words<V: Lanes>(codes: &Codes, t: usize, out: &mut WordActs) {
+    for (q, out) in codes.q.iter().zip(out.q.chunks_exact_mut(32)) {
+        let (mut even, mut odd) = ([0; 16], [0; 16]);
+        for h in 0..2 {
+            let v = V::load(q, h);
+            v.even_bytes_i16().store(&mut even, h);
+            v.odd_bytes_i16().store(&mut odd, h);
+        }
+        for (out, (even, odd)) in out.chunks_exact_mut(2).zip(even.into_iter().zip(odd)) {
+            out[0][t] = even;
+            out[1][t] = odd;
         }
     }
-    for b in 0..8 {
-        out.d[b] = std::array::from_fn(|t| codes[t].d[b]);
+    for (out, d) in out.d.iter_mut().zip(codes.d) {
+        out[t] = d;
     }
 }
 
@@ -149,17 +171,14 @@ impl Family for ByteBlocks {
     const ACT_BLOCK: usize = 32;
 
     #[inline(always)]
-    fn interleave(codes: &[Codes; TOKENS], out: &mut ByteActs) {
-        for step in 0..64 {
-            out.q[step] = std::array::from_fn(|t| code_dword(codes, t, step));
-        }
+    fn put<V: Lanes>(codes: &Codes, t: usize, out: &mut ByteActs) {
+        put_bytes(codes, t, &mut out.q);
         for b in 0..8 {
-            for t in 0..TOKENS {
-                let s = half_sums(&out.q[8 * b..8 * b + 8], t);
-                out.minus_sum[b][t] = negated_pair(s);
-                out.d[b][t] = codes[t].d[b];
-                out.sum[b][t] = codes[t].d[b] * f32::from(s[0] + s[1]);
-            }
+            let [lo, hi] = [codes.sums[2 * b], codes.sums[2 * b + 1]];
+            let s = [lo[0] + hi[0], lo[1] + hi[1]];
+            out.minus_sum[b][t] = negated_pair(s);
+            out.d[b][t] = codes.d[b];
+            out.sum[b][t] = codes.d[b] * total(s);
         }
     }
 
@@ -174,6 +193,17 @@ impl Family for ByteBlocks {
     ) {
         isa.byte_blocks::<F>(tile, acts, tokens, blocks, out);
     }
+
+    #[inline(always)]
+    fn fused<I: Isa, F: Format<Family = Self>>(
+        isa: I,
+        blocks: &[F::Block],
+        tile: &mut Tile,
+        acts: &ByteActs,
+        out: &mut [[f32; 16]],
+    ) {
+        isa.fused_byte_blocks::<F>(blocks, tile, acts, out);
+    }
 }
 
 impl<const SUBS: usize> Family for ByteSuper<SUBS> {
@@ -184,22 +214,16 @@ impl<const SUBS: usize> Family for ByteSuper<SUBS> {
     const ACT_BLOCK: usize = 256;
 
     #[inline(always)]
-    fn interleave(codes: &[Codes; TOKENS], out: &mut SuperActs) {
-        for step in 0..64 {
-            out.q[step] = std::array::from_fn(|t| code_dword(codes, t, step));
+    fn put<V: Lanes>(codes: &Codes, t: usize, out: &mut SuperActs) {
+        put_bytes(codes, t, &mut out.q);
+        let d = codes.d[0];
+        out.d[t] = d;
+        for j in 0..16 {
+            out.minus_sum[j][t] = negated_pair(codes.sums[j]);
+            out.sum16[j][t] = d * total(codes.sums[j]);
         }
-        out.d = std::array::from_fn(|t| codes[t].d[0]);
-        for t in 0..TOKENS {
-            let mut sums = [0i16; 16];
-            for (j, sum) in sums.iter_mut().enumerate() {
-                let s = half_sums(&out.q[4 * j..4 * j + 4], t);
-                out.minus_sum[j][t] = negated_pair(s);
-                *sum = s[0] + s[1];
-                out.sum16[j][t] = out.d[t] * f32::from(*sum);
-            }
-            for j in 0..8 {
-                out.sum32[j][t] = out.d[t] * f32::from(sums[2 * j] + sums[2 * j + 1]);
-            }
+        for j in 0..8 {
+            out.sum32[j][t] = d * (total(codes.sums[2 * j]) + total(codes.sums[2 * j + 1]));
         }
     }
 
@@ -214,6 +238,17 @@ impl<const SUBS: usize> Family for ByteSuper<SUBS> {
     ) {
         isa.byte_super::<F, SUBS>(tile, acts, tokens, out);
     }
+
+    #[inline(always)]
+    fn fused<I: Isa, F: Format<Family = Self>>(
+        isa: I,
+        blocks: &[F::Block],
+        tile: &mut Tile,
+        acts: &SuperActs,
+        out: &mut [[f32; 16]],
+    ) {
+        isa.fused_byte_super::<F, SUBS>(&blocks[0], tile, acts, out);
+    }
 }
 
 impl Family for WordBlocks {
@@ -224,8 +259,8 @@ impl Family for WordBlocks {
     const ACT_BLOCK: usize = 32;
 
     #[inline(always)]
-    fn interleave(codes: &[Codes; TOKENS], out: &mut WordActs) {
-        words(codes, out);
+    fn put<V: Lanes>(codes: &Codes, t: usize, out: &mut WordActs) {
+        put_words::<V>(codes, t, out);
     }
 
     #[inline(always)]
@@ -239,6 +274,17 @@ impl Family for WordBlocks {
     ) {
         isa.word_blocks(tile, acts, tokens, blocks, out);
     }
+
+    #[inline(always)]
+    fn fused<I: Isa, F: Format<Family = Self>>(
+        isa: I,
+        blocks: &[F::Block],
+        tile: &mut Tile,
+        acts: &WordActs,
+        out: &mut [[f32; 16]],
+    ) {
+        isa.fused_word_blocks::<F>(blocks, tile, acts, out);
+    }
 }
 
 impl Family for WordSuper {
@@ -249,8 +295,8 @@ impl Family for WordSuper {
     const ACT_BLOCK: usize = 256;
 
     #[inline(always)]
-    fn interleave(codes: &[Codes; TOKENS], out: &mut WordActs) {
-        words(codes, out);
+    fn put<V: Lanes>(codes: &Codes, t: usize, out: &mut WordActs) {
+        put_words::<V>(codes, t, out);
     }
 
     #[inline(always)]
@@ -264,22 +310,44 @@ impl Family for WordSuper {
     ) {
         isa.word_blocks(tile, acts, tokens, 8, out);
     }
+
+    #[inline(always)]
+    fn fused<I: Isa, F: Format<Family = Self>>(
+        isa: I,
+        blocks: &[F::Block],
+        tile: &mut Tile,
+        acts: &WordActs,
+        out: &mut [[f32; 16]],
+    ) {
+        isa.fused_word_blocks::<F>(blocks, tile, acts, out);
+    }
 }
 
 /// Below this amax the reciprocal overflows; such a block counts as zero.
-const TINY: f32 = 1e-36;
+pub const TINY: f32 = 1e-36;
 
-/// Quantises one token's chunk. A NaN makes its block's scale NaN.
+/// Quantises one token's chunk, `act_block` columns to a scale. A NaN makes its block's scale NaN.
 #[inline(always)]
 pub fn quantise(x: &[f32; CHUNK], act_block: usize, out: &mut Codes) {
     for (b, block) in x.chunks_exact(act_block).enumerate() {
         // Compared as integers, magnitudes order like numbers and NaN is above all.
         let amax = f32::from_bits(block.iter().fold(0, |m, v| m.max(v.to_bits() & 0x7fff_ffff)));
         let (d, inverse) = if amax < TINY { (0.0, 0.0) } else { (amax / 127.0, 127.0 / amax) };
-        for (q, v) in out.q[b * act_block..].iter_mut().zip(block) {
-            // Adding and taking away 1.5 * 2^23 rounds to nearest even; `as` saturates and turns NaN to 0.
-            *q = ((v * inverse + 12_582_912.0) - 12_582_912.0) as i8;
+        // `as` saturates and turns NaN to 0.
+        let code = |v: f32| (v * inverse).round_ties_even() as i8;
+        for (i, v) in block.chunks_exact(16).enumerate() {
+            let q: [i8; 16] = std::array::from_fn(|i| code(v[i]));
+            let mut sums = [0i16; 2];
+            for q in q.as_chunks::<4>().0 {
+                sums[0] += i16::from(q[0]) + i16::from(q[1]);
+                sums[1] += i16::from(q[2]) + i16::from(q[3]);
+            }
+            let sub = act_block / 16 * b + i;
+            out.sums[sub] = sums;
+            for (i, q) in q.as_chunks::<4>().0.iter().enumerate() {
+                out.q[sub / 4][4 * (sub % 4) + i] = u32::from_le_bytes(q.map(|q| q as u8));
+            }
         }
-        out.d[b * act_block / 32..(b + 1) * act_block / 32].fill(d);
+        out.d[act_block / 32 * b..act_block / 32 * (b + 1)].fill(d);
     }
 }

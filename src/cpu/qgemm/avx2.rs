@@ -15,7 +15,7 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
-use super::activations::{ByteActs, SuperActs, WordActs};
+use super::activations::{ByteActs, CHUNK, Codes, SuperActs, TINY, WordActs};
 use super::float::{FloatActs, FloatTile};
 use super::formats::{Format, Tile};
 use super::lanes::Lanes;
@@ -59,12 +59,12 @@ impl Lanes for V {
         Self(intrinsics!(_mm256_or_si256(self.0, o.0)))
     }
     #[inline(always)]
-    fn shl<const N: i32>(self) -> Self {
-        Self(intrinsics!(_mm256_slli_epi32::<N>(self.0)))
+    fn shl(self, n: usize) -> Self {
+        Self(intrinsics!(_mm256_sll_epi32(self.0, _mm_cvtsi32_si128(n as i32))))
     }
     #[inline(always)]
-    fn shr<const N: i32>(self) -> Self {
-        Self(intrinsics!(_mm256_srli_epi32::<N>(self.0)))
+    fn shr(self, n: usize) -> Self {
+        Self(intrinsics!(_mm256_srl_epi32(self.0, _mm_cvtsi32_si128(n as i32))))
     }
     #[inline(always)]
     fn sub_bytes(self, o: Self) -> Self {
@@ -322,9 +322,19 @@ fn shifted(minus_sum: u32, shift: u32) -> __m256i {
     }
 }
 
+/// Where the sums of sub-block `j` start.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn start<const SUBS: usize>(acts: &SuperActs, j: usize, t: usize, shift: u32) -> __m256i {
+    if SUBS == 16 {
+        shifted(acts.minus_sum[j][t], shift)
+    } else {
+        _mm256_add_epi16(shifted(acts.minus_sum[2 * j][t], shift), shifted(acts.minus_sum[2 * j + 1][t], shift))
+    }
+}
+
 #[target_feature(enable = "avx2,fma,f16c")]
 fn byte_blocks<F: Format, const NT: usize>(tile: &Tile, acts: &ByteActs, blocks: usize, out: &mut [[f32; 16]; NT]) {
-    let ones = _mm256_set1_epi16(1);
     for b in 0..blocks {
         let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
         if F::SHIFT > 0 {
@@ -334,19 +344,33 @@ fn byte_blocks<F: Format, const NT: usize>(tile: &Tile, acts: &ByteActs, blocks:
         }
         byte_steps(four(&tile.q, 2 * b), four(&acts.q, 2 * b), &mut acc);
         byte_steps(four(&tile.q, 2 * b + 1), four(&acts.q, 2 * b + 1), &mut acc);
-        let (scale, min) = (halves(&tile.scale[b]), halves(&tile.min[b]));
-        for t in 0..NT {
-            let (d, sum) = (_mm256_set1_ps(acts.d[b][t]), _mm256_set1_ps(acts.sum[b][t]));
-            let mut o = halves(&out[t]);
-            for h in 0..2 {
-                let dot = _mm256_cvtepi32_ps(_mm256_madd_epi16(acc[t][h], ones));
-                o[h] = _mm256_fmadd_ps(dot, _mm256_mul_ps(scale[h], d), o[h]);
-                if F::MIN {
-                    o[h] = _mm256_fmadd_ps(min[h], sum, o[h]);
-                }
+        finish_block::<F, NT>(tile, acts, b, acc, out);
+    }
+}
+
+/// Adds one block's 16-bit sums to the output.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn finish_block<F: Format, const NT: usize>(
+    tile: &Tile,
+    acts: &ByteActs,
+    b: usize,
+    acc: Acc<NT>,
+    out: &mut [[f32; 16]; NT],
+) {
+    let ones = _mm256_set1_epi16(1);
+    let (scale, min) = (halves(&tile.scale[b]), halves(&tile.min[b]));
+    for t in 0..NT {
+        let (d, sum) = (_mm256_set1_ps(acts.d[b][t]), _mm256_set1_ps(acts.sum[b][t]));
+        let mut o = halves(&out[t]);
+        for h in 0..2 {
+            let dot = _mm256_cvtepi32_ps(_mm256_madd_epi16(acc[t][h], ones));
+            o[h] = _mm256_fmadd_ps(dot, _mm256_mul_ps(scale[h], d), o[h]);
+            if F::MIN {
+                o[h] = _mm256_fmadd_ps(min[h], sum, o[h]);
             }
-            store_halves(o, &mut out[t]);
         }
+        store_halves(o, &mut out[t]);
     }
 }
 
@@ -357,14 +381,7 @@ fn byte_super<F: Format, const SUBS: usize, const NT: usize>(tile: &Tile, acts: 
         let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
         if F::SHIFT > 0 {
             for t in 0..NT {
-                acc[t] = [if SUBS == 16 {
-                    shifted(acts.minus_sum[j][t], F::SHIFT)
-                } else {
-                    _mm256_add_epi16(
-                        shifted(acts.minus_sum[2 * j][t], F::SHIFT),
-                        shifted(acts.minus_sum[2 * j + 1][t], F::SHIFT),
-                    )
-                }; 2];
+                acc[t] = [start::<SUBS>(acts, j, t, F::SHIFT); 2];
             }
         }
         if SUBS == 16 {
@@ -380,6 +397,18 @@ fn byte_super<F: Format, const SUBS: usize, const NT: usize>(tile: &Tile, acts: 
             }
         }
     }
+    finish_super::<F, SUBS, NT>(tile, acts, dot, out);
+}
+
+/// Adds one super-block's integer sums and mins to the output.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn finish_super<F: Format, const SUBS: usize, const NT: usize>(
+    tile: &Tile,
+    acts: &SuperActs,
+    dot: Acc<NT>,
+    out: &mut [[f32; 16]; NT],
+) {
     let scale = halves(&tile.scale[0]);
     for t in 0..NT {
         let mut o = halves(&out[t]);
@@ -407,16 +436,160 @@ fn word_blocks<const NT: usize>(tile: &Tile, acts: &WordActs, blocks: usize, out
         for i in 4 * b..4 * b + 4 {
             word_steps(four(&tile.q, i), four(&acts.q, i), &mut acc);
         }
-        let scale = halves(&tile.scale[b]);
-        for t in 0..NT {
-            let d = _mm256_set1_ps(acts.d[b][t]);
-            let mut o = halves(&out[t]);
-            for h in 0..2 {
-                o[h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[t][h]), _mm256_mul_ps(scale[h], d), o[h]);
+        finish_words(tile, acts, b, acc, out);
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn finish_words<const NT: usize>(tile: &Tile, acts: &WordActs, b: usize, acc: Acc<NT>, out: &mut [[f32; 16]; NT]) {
+    let scale = halves(&tile.scale[b]);
+    for t in 0..NT {
+        let d = _mm256_set1_ps(acts.d[b][t]);
+        let mut o = halves(&out[t]);
+        for h in 0..2 {
+            o[h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[t][h]), _mm256_mul_ps(scale[h], d), o[h]);
+        }
+        store_halves(o, &mut out[t]);
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fused_byte_blocks<F: Format, const NT: usize>(
+    blocks: &[F::Block],
+    tile: &mut Tile,
+    acts: &ByteActs,
+    out: &mut [[f32; 16]; NT],
+) {
+    for (b, block) in blocks.iter().enumerate() {
+        let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
+        if F::SHIFT > 0 {
+            for t in 0..NT {
+                acc[t] = [shifted(acts.minus_sum[b][t], F::SHIFT); 2];
             }
-            store_halves(o, &mut out[t]);
+        }
+        let a = &acts.q[8 * b..8 * b + 8];
+        for h in 0..2 {
+            F::part::<V, 0>(block, h, |_, step, v| {
+                for t in 0..NT {
+                    let product = maddubs(v, a[step][t]);
+                    acc[t][h] = add_i16(acc[t][h], product);
+                }
+            });
+        }
+        F::scales::<V>(block, b, tile);
+        finish_block::<F, NT>(tile, acts, b, acc, out);
+    }
+}
+
+#[inline(always)]
+fn maddubs(v: V, a: u32) -> __m256i {
+    intrinsics!(_mm256_maddubs_epi16(v.0, _mm256_set1_epi32(a as i32)))
+}
+
+#[inline(always)]
+fn add_i16(a: __m256i, b: __m256i) -> __m256i {
+    intrinsics!(_mm256_add_epi16(a, b))
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fused_byte_super<F: Format, const SUBS: usize, const NT: usize>(
+    block: &F::Block,
+    tile: &mut Tile,
+    acts: &SuperActs,
+    out: &mut [[f32; 16]; NT],
+) {
+    F::scales::<V>(block, 0, tile);
+    let mut dot = [[_mm256_setzero_si256(); 2]; NT];
+    for h in 0..2 {
+        fused_part::<F, SUBS, NT, 0>(block, h, tile, acts, &mut dot);
+        fused_part::<F, SUBS, NT, 1>(block, h, tile, acts, &mut dot);
+        fused_part::<F, SUBS, NT, 2>(block, h, tile, acts, &mut dot);
+        fused_part::<F, SUBS, NT, 3>(block, h, tile, acts, &mut dot);
+    }
+    finish_super::<F, SUBS, NT>(tile, acts, dot, out);
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fused_part<F: Format, const SUBS: usize, const NT: usize, const PART: usize>(
+    block: &F::Block,
+    h: usize,
+    tile: &Tile,
+    acts: &SuperActs,
+    dot: &mut Acc<NT>,
+) {
+    // As many as any format has sub-blocks in a part; the rest is optimised away.
+    let mut acc = [[_mm256_setzero_si256(); NT]; 4];
+    if F::SHIFT > 0 {
+        for i in 0..F::SUBS {
+            for t in 0..NT {
+                acc[i][t] = start::<SUBS>(acts, F::sub(PART, i), t, F::SHIFT);
+            }
         }
     }
+    F::part::<V, PART>(block, h, |i, step, v| {
+        for t in 0..NT {
+            acc[i][t] = add_i16(acc[i][t], maddubs(v, acts.q[step][t]));
+        }
+    });
+    for i in 0..F::SUBS {
+        let scale = int_halves(&tile.sub_scale[F::sub(PART, i)])[h];
+        for t in 0..NT {
+            dot[t][h] = _mm256_add_epi32(dot[t][h], _mm256_madd_epi16(acc[i][t], scale));
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fused_word_blocks<F: Format, const NT: usize>(
+    blocks: &[F::Block],
+    tile: &mut Tile,
+    acts: &WordActs,
+    out: &mut [[f32; 16]; NT],
+) {
+    for (b, block) in blocks.iter().enumerate() {
+        F::scales::<V>(block, b, tile);
+        fused_word_part::<F, NT, 0>(block, b, tile, acts, out);
+        fused_word_part::<F, NT, 1>(block, b, tile, acts, out);
+        fused_word_part::<F, NT, 2>(block, b, tile, acts, out);
+        fused_word_part::<F, NT, 3>(block, b, tile, acts, out);
+        fused_word_part::<F, NT, 4>(block, b, tile, acts, out);
+        fused_word_part::<F, NT, 5>(block, b, tile, acts, out);
+        fused_word_part::<F, NT, 6>(block, b, tile, acts, out);
+        fused_word_part::<F, NT, 7>(block, b, tile, acts, out);
+    }
+}
+
+/// Part `PART` of block `b`: 32 columns with a scale of their own.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fused_word_part<F: Format, const NT: usize, const PART: usize>(
+    block: &F::Block,
+    b: usize,
+    tile: &Tile,
+    acts: &WordActs,
+    out: &mut [[f32; 16]; NT],
+) {
+    if PART < F::PARTS {
+        let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
+        for h in 0..2 {
+            F::part::<V, PART>(block, h, |_, step, v| {
+                let (even, odd) = (v.even_bytes_i16(), v.odd_bytes_i16());
+                for t in 0..NT {
+                    let a = [acts.q[2 * (8 * b + step)][t], acts.q[2 * (8 * b + step) + 1][t]];
+                    acc[t][h] = add_words(add_words(acc[t][h], even, a[0]), odd, a[1]);
+                }
+            });
+        }
+        finish_words(tile, acts, b + PART, acc, out);
+    }
+}
+
+#[inline(always)]
+fn add_words(acc: __m256i, v: V, a: u32) -> __m256i {
+    intrinsics!(_mm256_add_epi32(acc, _mm256_madd_epi16(v.0, _mm256_set1_epi32(a as i32))))
 }
 
 /// Sums of a chunk start at zero, so that long rows lose nothing to small addends.
@@ -436,6 +609,75 @@ fn float<const NT: usize>(tile: &FloatTile, acts: &FloatActs, cols: usize, out: 
         let o = halves(&out[t]);
         store_halves([_mm256_add_ps(o[0], acc[t][0]), _mm256_add_ps(o[1], acc[t][1])], &mut out[t]);
     }
+}
+
+/// As `activations::quantise`.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn quantise(x: &[f32; CHUNK], act_block: usize, out: &mut Codes) {
+    let magnitude = _mm256_set1_epi32(0x7fff_ffff);
+    for b in 0..CHUNK / act_block {
+        let block = &x[act_block * b..act_block * (b + 1)];
+        let mut most = [_mm256_setzero_si256(); 4];
+        for x in block.as_chunks::<32>().0 {
+            for (most, x) in most.iter_mut().zip(x.as_chunks::<8>().0) {
+                *most = _mm256_max_epi32(*most, _mm256_and_si256(_mm256_castps_si256(load8(x)), magnitude));
+            }
+        }
+        let m = _mm256_max_epi32(_mm256_max_epi32(most[0], most[1]), _mm256_max_epi32(most[2], most[3]));
+        let m = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256::<1>(m));
+        let m = _mm_max_epi32(m, _mm_shuffle_epi32::<0b01_00_11_10>(m));
+        let m = _mm_max_epi32(m, _mm_shuffle_epi32::<0b10_11_00_01>(m));
+        let amax = f32::from_bits(_mm_cvtsi128_si32(m) as u32);
+        let (d, inverse) = if amax < TINY { (0.0, 0.0) } else { (amax / 127.0, 127.0 / amax) };
+        let inverse = _mm256_set1_ps(inverse);
+        for (i, x) in block.as_chunks::<32>().0.iter().enumerate() {
+            // Rounds to nearest even; what does not fit (a NaN, of whose block the scale is NaN) becomes some code.
+            let [v0, v1, v2, v3] =
+                [0, 1, 2, 3].map(|i| _mm256_cvtps_epi32(_mm256_mul_ps(load8(&x.as_chunks::<8>().0[i]), inverse)));
+            let bytes = _mm256_packs_epi16(_mm256_packs_epi32(v0, v1), _mm256_packs_epi32(v2, v3));
+            let bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+            let pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+            let pairs = _mm256_add_epi16(pairs, _mm256_shuffle_epi32::<0b01_00_11_10>(pairs));
+            let pairs = _mm256_add_epi16(pairs, _mm256_shuffle_epi32::<0b10_11_00_01>(pairs));
+            let at = act_block / 32 * b + i;
+            V(bytes).store(&mut out.q[at / 2], at % 2);
+            for (sums, v) in out.sums[2 * at..2 * at + 2]
+                .iter_mut()
+                .zip([_mm256_extract_epi32::<0>(pairs), _mm256_extract_epi32::<4>(pairs)])
+            {
+                *sums = [v as i16, (v >> 16) as i16];
+            }
+            out.d[at] = d;
+        }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn load8(x: &[f32; 8]) -> __m256 {
+    // SAFETY: eight floats.
+    unsafe { _mm256_loadu_ps(x.as_ptr()) }
+}
+
+/// # Safety
+/// As [`Isa::transpose`].
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn transpose(src: *const u8, stride: usize, planes: &mut [[u32; 16]; 4], h: usize) {
+    // Rows r and r + 4 share a vector; two rounds of unpacking transpose both 4 x 4 squares.
+    let [a, b, c, d] = [0, 1, 2, 3].map(|r| {
+        // SAFETY: by contract.
+        unsafe {
+            let (low, high) = (src.add(r * stride), src.add((r + 4) * stride));
+            _mm256_set_m128i(_mm_loadu_si128(high.cast()), _mm_loadu_si128(low.cast()))
+        }
+    });
+    let (ab, ab2) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+    let (cd, cd2) = (_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+    V(_mm256_unpacklo_epi64(ab, cd)).store(&mut planes[0], h);
+    V(_mm256_unpackhi_epi64(ab, cd)).store(&mut planes[1], h);
+    V(_mm256_unpacklo_epi64(ab2, cd2)).store(&mut planes[2], h);
+    V(_mm256_unpackhi_epi64(ab2, cd2)).store(&mut planes[3], h);
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -458,24 +700,31 @@ fn enter<R>(f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// Calls `$f::<.., NT>` with the number of tokens as a constant.
-macro_rules! by_tokens {
-    ($tokens:expr, $out:expr, |$nt:ident, $o:ident| $call:expr) => {{
-        macro_rules! arm {
-            ($n:literal) => {{
-                const $nt: usize = $n;
-                let $o: &mut [[f32; 16]; $nt] = (&mut $out[..$nt]).try_into().expect("as many rows as tokens");
-                // SAFETY: an `Avx2` exists only where the CPU has these features.
-                unsafe { $call }
-            }};
-        }
-        match $tokens {
-            1 => arm!(1),
-            2 => arm!(2),
-            3 => arm!(3),
-            _ => arm!(4),
-        }
+/// Evaluates a call with the number of tokens as a constant.
+macro_rules! with_tokens {
+    ($n:literal, $out:expr, |$nt:ident, $o:ident| $call:expr) => {{
+        const $nt: usize = $n;
+        let $o: &mut [[f32; 16]; $nt] = (&mut $out[..$nt]).try_into().expect("as many rows as tokens");
+        // SAFETY: an `Avx2` exists only where the CPU has these features.
+        unsafe { $call }
     }};
+}
+
+macro_rules! by_tokens {
+    ($tokens:expr, $out:expr, |$nt:ident, $o:ident| $call:expr) => {
+        match $tokens {
+            1 => with_tokens!(1, $out, |$nt, $o| $call),
+            2 => with_tokens!(2, $out, |$nt, $o| $call),
+            3 => with_tokens!(3, $out, |$nt, $o| $call),
+            _ => with_tokens!(4, $out, |$nt, $o| $call),
+        }
+    };
+    ($tokens:expr, $out:expr, |$nt:ident, $o:ident| $call:expr, 2) => {
+        match $tokens {
+            1 => with_tokens!(1, $out, |$nt, $o| $call),
+            _ => with_tokens!(2, $out, |$nt, $o| $call),
+        }
+    };
 }
 
 impl Isa for Avx2 {
@@ -507,6 +756,48 @@ impl Isa for Avx2 {
     #[inline(always)]
     fn float(self, tile: &FloatTile, acts: &FloatActs, tokens: usize, cols: usize, out: &mut [[f32; 16]]) {
         by_tokens!(tokens, out, |NT, o| float::<NT>(tile, acts, cols, o));
+    }
+    const FUSED: usize = 2;
+
+    #[inline(always)]
+    fn fused_byte_blocks<F: Format>(
+        self,
+        blocks: &[F::Block],
+        tile: &mut Tile,
+        acts: &ByteActs,
+        out: &mut [[f32; 16]],
+    ) {
+        by_tokens!(out.len(), out, |NT, o| fused_byte_blocks::<F, NT>(blocks, tile, acts, o), 2);
+    }
+    #[inline(always)]
+    fn fused_byte_super<F: Format, const SUBS: usize>(
+        self,
+        block: &F::Block,
+        tile: &mut Tile,
+        acts: &SuperActs,
+        out: &mut [[f32; 16]],
+    ) {
+        by_tokens!(out.len(), out, |NT, o| fused_byte_super::<F, SUBS, NT>(block, tile, acts, o), 2);
+    }
+    #[inline(always)]
+    fn fused_word_blocks<F: Format>(
+        self,
+        blocks: &[F::Block],
+        tile: &mut Tile,
+        acts: &WordActs,
+        out: &mut [[f32; 16]],
+    ) {
+        by_tokens!(out.len(), out, |NT, o| fused_word_blocks::<F, NT>(blocks, tile, acts, o), 2);
+    }
+    #[inline(always)]
+    fn quantise(self, x: &[f32; CHUNK], act_block: usize, out: &mut Codes) {
+        // SAFETY: an `Avx2` exists only where the CPU has these features.
+        unsafe { quantise(x, act_block, out) }
+    }
+    #[inline(always)]
+    unsafe fn transpose(self, src: *const u8, stride: usize, planes: &mut [[u32; 16]; 4], h: usize) {
+        // SAFETY: an `Avx2` exists only where the CPU has these features; the rest by contract.
+        unsafe { transpose(src, stride, planes, h) }
     }
     #[inline(always)]
     fn to_f16(self, x: &[f32; 16], out: &mut [u16; 16]) {

@@ -49,7 +49,7 @@ pub fn decode_tile<V: Lanes, F: Format>(tile: &Tile, steps: usize, out: &mut Flo
             } else {
                 let (v, byte) = (V::load(&tile.q[step], h), V::splat(0xff));
                 let minus_offset = V::splat_f32(if F::SHIFT > 0 { -((1 << F::SHIFT) as f32) } else { 0.0 });
-                [v.and(byte), v.shr::<8>().and(byte), v.shr::<16>().and(byte), v.shr::<24>()]
+                [v.and(byte), v.shr(8).and(byte), v.shr(16).and(byte), v.shr(24)]
                     .map(|q| V::mul_add(V::splat_f32(1.0), q.to_f32(), minus_offset))
             };
             for (i, q) in columns.into_iter().enumerate() {

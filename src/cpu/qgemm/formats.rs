@@ -5,7 +5,7 @@
 //! plain transposition, and since GGUF lays bit fields out so that consecutive bytes are consecutive columns, every unpacker is
 //! shifts and masks with no shuffle across lanes. Only the fifth bits of Q5_0 and Q5_1, one dword for 32 columns, are reordered.
 
-use super::activations::{ByteBlocks, ByteSuper, WordBlocks, WordSuper};
+use super::activations::{ByteBlocks, ByteSuper, Family, WordBlocks, WordSuper};
 use super::lanes::Lanes;
 
 /// Sixteen rows by 256 columns of weights as the kernels read them; it stays in L1 while many tokens pass over it.
@@ -45,10 +45,51 @@ pub unsafe trait Format: 'static {
     /// Whether the tile's `min` counts.
     const MIN: bool = false;
 
-    /// Fills the tile; `slot` is which 32 of its 256 columns (always 0 for super-blocks).
-    fn unpack<V: Lanes>(block: &Self::Block, slot: usize, tile: &mut Tile);
+    /// The codes come in `PARTS` parts; a part's codes belong to `SUBS` sub-blocks, so that as many accumulators are live at a time.
+    const PARTS: usize = 1;
+    const SUBS: usize = 1;
+
+    /// Which sub-block of the block the `i`th of part `part` is.
+    #[inline(always)]
+    fn sub(part: usize, i: usize) -> usize {
+        Self::SUBS * part + i
+    }
+    /// Takes part `PART` apart: `emit(i, step, codes)` with the codes of the four columns `4 step ..+4` of rows `8 h ..+8`.
+    fn part<V: Lanes, const PART: usize>(block: &Self::Block, h: usize, emit: impl FnMut(usize, usize, V));
+    /// Fills the tile's scales; `slot` is which 32 of its 256 columns (always 0 for super-blocks).
+    fn scales<V: Lanes>(block: &Self::Block, slot: usize, tile: &mut Tile);
     /// What packing does beyond the transposition.
     fn reorder(_block: &mut Self::Block) {}
+}
+
+/// Fills the tile from a block.
+#[inline(always)]
+pub fn unpack<V: Lanes, F: Format>(block: &F::Block, slot: usize, tile: &mut Tile) {
+    for h in 0..2 {
+        unpack_part::<V, F, 0>(block, slot, h, tile);
+        unpack_part::<V, F, 1>(block, slot, h, tile);
+        unpack_part::<V, F, 2>(block, slot, h, tile);
+        unpack_part::<V, F, 3>(block, slot, h, tile);
+        unpack_part::<V, F, 4>(block, slot, h, tile);
+        unpack_part::<V, F, 5>(block, slot, h, tile);
+        unpack_part::<V, F, 6>(block, slot, h, tile);
+        unpack_part::<V, F, 7>(block, slot, h, tile);
+    }
+    F::scales::<V>(block, slot, tile);
+}
+
+#[inline(always)]
+fn unpack_part<V: Lanes, F: Format, const PART: usize>(block: &F::Block, slot: usize, h: usize, tile: &mut Tile) {
+    if PART < F::PARTS {
+        F::part::<V, PART>(block, h, |_, step, v| {
+            if <F::Family as Family>::WORDS {
+                v.even_bytes_i16().store(&mut tile.q[2 * (8 * slot + step)], h);
+                v.odd_bytes_i16().store(&mut tile.q[2 * (8 * slot + step) + 1], h);
+            } else {
+                v.store(&mut tile.q[8 * slot + step], h);
+            }
+        });
+    }
 }
 
 const LOW4: u32 = 0x0f0f_0f0f;
@@ -62,7 +103,7 @@ macro_rules! unroll {
 #[inline(always)]
 fn nibbles<V: Lanes>(qs: &[[u32; 16]; 4], c: usize, h: usize) -> (V, V) {
     let v = V::load(&qs[c], h);
-    (v.and(V::splat(LOW4)), v.shr::<4>().and(V::splat(LOW4)))
+    (v.and(V::splat(LOW4)), v.shr(4).and(V::splat(LOW4)))
 }
 
 #[derive(Clone, Copy)]
@@ -82,13 +123,16 @@ unsafe impl Format for Q4_0 {
     const SHIFT: u32 = 3;
 
     #[inline(always)]
-    fn unpack<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+        for c in 0..4 {
+            let (lo, hi) = nibbles::<V>(&b.qs, c, h);
+            emit(0, c, lo);
+            emit(0, c + 4, hi);
+        }
+    }
+    #[inline(always)]
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
         for h in 0..2 {
-            for c in 0..4 {
-                let (lo, hi) = nibbles::<V>(&b.qs, c, h);
-                lo.store(&mut tile.q[8 * slot + c], h);
-                hi.store(&mut tile.q[8 * slot + c + 4], h);
-            }
             V::store_f32(V::load_f16(&b.d, h), &mut tile.scale[slot], h);
         }
     }
@@ -110,13 +154,16 @@ unsafe impl Format for Q4_1 {
     const MIN: bool = true;
 
     #[inline(always)]
-    fn unpack<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+        for c in 0..4 {
+            let (lo, hi) = nibbles::<V>(&b.qs, c, h);
+            emit(0, c, lo);
+            emit(0, c + 4, hi);
+        }
+    }
+    #[inline(always)]
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
         for h in 0..2 {
-            for c in 0..4 {
-                let (lo, hi) = nibbles::<V>(&b.qs, c, h);
-                lo.store(&mut tile.q[8 * slot + c], h);
-                hi.store(&mut tile.q[8 * slot + c + 4], h);
-            }
             let dm = V::load(&b.dm, h);
             V::store_f32(dm.low_f16(), &mut tile.scale[slot], h);
             V::store_f32(dm.high_f16(), &mut tile.min[slot], h);
@@ -140,16 +187,15 @@ fn regroup_fifth_bits(qh: &mut [u32; 16]) {
     }
 }
 
-/// The eight 4-column steps of a block of 5-bit codes.
+/// The eight steps of a block of 5-bit codes.
 #[inline(always)]
-fn five_bits<V: Lanes>(qs: &[[u32; 16]; 4], qh: &[u32; 16], slot: usize, h: usize, tile: &mut Tile) {
-    let fifth = V::load(qh, h);
-    unroll!(C in [0 1 2 3] {
-        let (lo, hi) = nibbles::<V>(qs, C, h);
-        let bit = V::splat(0x1010_1010);
-        lo.or(fifth.shl::<{ 4 - C as i32 }>().and(bit)).store(&mut tile.q[8 * slot + C], h);
-        hi.or(fifth.shr::<{ C as i32 }>().and(bit)).store(&mut tile.q[8 * slot + C + 4], h);
-    });
+fn five_bits<V: Lanes>(qs: &[[u32; 16]; 4], qh: &[u32; 16], h: usize, mut emit: impl FnMut(usize, usize, V)) {
+    let (fifth, bit) = (V::load(qh, h), V::splat(0x1010_1010));
+    for c in 0..4 {
+        let (lo, hi) = nibbles::<V>(qs, c, h);
+        emit(0, c, lo.or(fifth.shl(4 - c).and(bit)));
+        emit(0, c + 4, hi.or(fifth.shr(c).and(bit)));
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -170,9 +216,12 @@ unsafe impl Format for Q5_0 {
     const SHIFT: u32 = 4;
 
     #[inline(always)]
-    fn unpack<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, emit: impl FnMut(usize, usize, V)) {
+        five_bits::<V>(&b.qs, &b.qh, h, emit);
+    }
+    #[inline(always)]
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
         for h in 0..2 {
-            five_bits::<V>(&b.qs, &b.qh, slot, h, tile);
             V::store_f32(V::load_f16(&b.d, h), &mut tile.scale[slot], h);
         }
     }
@@ -201,9 +250,12 @@ unsafe impl Format for Q5_1 {
     const MIN: bool = true;
 
     #[inline(always)]
-    fn unpack<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, emit: impl FnMut(usize, usize, V)) {
+        five_bits::<V>(&b.qs, &b.qh, h, emit);
+    }
+    #[inline(always)]
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
         for h in 0..2 {
-            five_bits::<V>(&b.qs, &b.qh, slot, h, tile);
             let dm = V::load(&b.dm, h);
             V::store_f32(dm.low_f16(), &mut tile.scale[slot], h);
             let min = V::mul_add(dm.low_f16(), V::splat_f32(16.0), dm.high_f16());
@@ -225,20 +277,17 @@ unsafe impl Format for Q8_0 {
     const HEAD: usize = 2;
 
     #[inline(always)]
-    fn unpack<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+        for c in 0..8 {
+            emit(0, c, V::load(&b.qs[c], h));
+        }
+    }
+    #[inline(always)]
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
         for h in 0..2 {
-            for c in 0..8 {
-                store_words(V::load(&b.qs[c], h), 8 * slot + c, h, tile);
-            }
             V::store_f32(V::load_f16(&b.d, h), &mut tile.scale[slot], h);
         }
     }
-}
-
-#[inline(always)]
-fn store_words<V: Lanes>(v: V, step: usize, h: usize, tile: &mut Tile) {
-    v.even_bytes_i16().store(&mut tile.q[2 * step], h);
-    v.odd_bytes_i16().store(&mut tile.q[2 * step + 1], h);
 }
 
 const IQ4_VALUES: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
@@ -252,13 +301,16 @@ unsafe impl Format for Iq4Nl {
     const HEAD: usize = 2;
 
     #[inline(always)]
-    fn unpack<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+        for c in 0..4 {
+            let (lo, hi) = nibbles::<V>(&b.qs, c, h);
+            emit(0, c, lo.lookup(&IQ4_VALUES));
+            emit(0, c + 4, hi.lookup(&IQ4_VALUES));
+        }
+    }
+    #[inline(always)]
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
         for h in 0..2 {
-            for c in 0..4 {
-                let (lo, hi) = nibbles::<V>(&b.qs, c, h);
-                store_words(lo.lookup(&IQ4_VALUES), 8 * slot + c, h, tile);
-                store_words(hi.lookup(&IQ4_VALUES), 8 * slot + c + 4, h, tile);
-            }
             V::store_f32(V::load_f16(&b.d, h), &mut tile.scale[slot], h);
         }
     }
@@ -284,13 +336,16 @@ unsafe impl Format for Mxfp4 {
     const SHIFT: u32 = 4;
 
     #[inline(always)]
-    fn unpack<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+        for c in 0..4 {
+            let (lo, hi) = nibbles::<V>(&b.qs, c, h);
+            emit(0, c, lo.lookup(&MXFP4_VALUES));
+            emit(0, c + 4, hi.lookup(&MXFP4_VALUES));
+        }
+    }
+    #[inline(always)]
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
         for h in 0..2 {
-            for c in 0..4 {
-                let (lo, hi) = nibbles::<V>(&b.qs, c, h);
-                lo.lookup(&MXFP4_VALUES).store(&mut tile.q[8 * slot + c], h);
-                hi.lookup(&MXFP4_VALUES).store(&mut tile.q[8 * slot + c + 4], h);
-            }
             V::store_f32(V::load_e8m0_halved(&b.e, h), &mut tile.scale[slot], h);
         }
     }
@@ -302,8 +357,8 @@ fn k_scales<V: Lanes>(scales: &[[u32; 16]; 3], h: usize) -> ([V; 2], [V; 2]) {
     let [s, m, top] = [0, 1, 2].map(|i| V::load(&scales[i], h));
     let (low6, low4, bits45) = (V::splat(0x3f3f_3f3f), V::splat(LOW4), V::splat(0x3030_3030));
     (
-        [s.and(low6), top.and(low4).or(s.shr::<2>().and(bits45))],
-        [m.and(low6), top.shr::<4>().and(low4).or(m.shr::<2>().and(bits45))],
+        [s.and(low6), top.and(low4).or(s.shr(2).and(bits45))],
+        [m.and(low6), top.shr(4).and(low4).or(m.shr(2).and(bits45))],
     )
 }
 
@@ -323,16 +378,20 @@ unsafe impl Format for Q4K {
     const BLOCK_BYTES: usize = 144;
     const MIN: bool = true;
 
+    const PARTS: usize = 4;
+    const SUBS: usize = 2;
+
     #[inline(always)]
-    fn unpack<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
+    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+        for c in 0..8 {
+            let v = V::load(&b.qs[8 * PART + c], h);
+            emit(0, 16 * PART + c, v.and(V::splat(LOW4)));
+            emit(1, 16 * PART + 8 + c, v.shr(4).and(V::splat(LOW4)));
+        }
+    }
+    #[inline(always)]
+    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
         for h in 0..2 {
-            for j in 0..4 {
-                for c in 0..8 {
-                    let v = V::load(&b.qs[8 * j + c], h);
-                    v.and(V::splat(LOW4)).store(&mut tile.q[16 * j + c], h);
-                    v.shr::<4>().and(V::splat(LOW4)).store(&mut tile.q[16 * j + 8 + c], h);
-                }
-            }
             let d = V::load(&b.d, h);
             V::store_f32(d.low_f16(), &mut tile.scale[0], h);
             let minus_dmin = V::mul(d.high_f16(), V::splat_f32(-1.0));
@@ -341,7 +400,7 @@ unsafe impl Format for Q4K {
                 for half in 0..2 {
                     let j = 4 * half + I;
                     scales[half].byte_pair_i16::<{ I as i32 }>().store(&mut tile.sub_scale[j], h);
-                    let m = mins[half].shr::<{ 8 * I as i32 }>().and(V::splat(0xff)).to_f32();
+                    let m = mins[half].shr(8 * I).and(V::splat(0xff)).to_f32();
                     V::store_f32(V::mul(minus_dmin, m), &mut tile.min[j], h);
                 }
             });
@@ -368,25 +427,22 @@ unsafe impl Format for Q5K {
     const SHIFT: u32 = 4;
     const MIN: bool = true;
 
+    const PARTS: usize = 4;
+    const SUBS: usize = 2;
+
     #[inline(always)]
-    fn unpack<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
+    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+        let (low4, bit) = (V::splat(LOW4), V::splat(0x1010_1010));
+        let fifth_of = |fifth: V, sub: usize| if sub < 4 { fifth.shl(4 - sub) } else { fifth.shr(sub - 4) }.and(bit);
+        for c in 0..8 {
+            let (fifth, v) = (V::load(&b.qh[c], h), V::load(&b.qs[8 * PART + c], h));
+            emit(0, 16 * PART + c, v.and(low4).or(fifth_of(fifth, 2 * PART)));
+            emit(1, 16 * PART + 8 + c, v.shr(4).and(low4).or(fifth_of(fifth, 2 * PART + 1)));
+        }
+    }
+    #[inline(always)]
+    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
         for h in 0..2 {
-            for c in 0..8 {
-                let fifth = V::load(&b.qh[c], h);
-                let (low4, bit) = (V::splat(LOW4), V::splat(0x1010_1010));
-                unroll!(J in [0 1] {
-                    let v = V::load(&b.qs[8 * J + c], h);
-                    let (lo, hi) = (v.and(low4), v.shr::<4>().and(low4));
-                    lo.or(fifth.shl::<{ 4 - 2 * J as i32 }>().and(bit)).store(&mut tile.q[16 * J + c], h);
-                    hi.or(fifth.shl::<{ 3 - 2 * J as i32 }>().and(bit)).store(&mut tile.q[16 * J + 8 + c], h);
-                });
-                unroll!(J in [2 3] {
-                    let v = V::load(&b.qs[8 * J + c], h);
-                    let (lo, hi) = (v.and(low4), v.shr::<4>().and(low4));
-                    lo.or(fifth.shr::<{ 2 * J as i32 - 4 }>().and(bit)).store(&mut tile.q[16 * J + c], h);
-                    hi.or(fifth.shr::<{ 2 * J as i32 - 3 }>().and(bit)).store(&mut tile.q[16 * J + 8 + c], h);
-                });
-            }
             let d = V::load(&b.d, h);
             V::store_f32(d.low_f16(), &mut tile.scale[0], h);
             let minus_dmin = V::mul(d.high_f16(), V::splat_f32(-1.0));
@@ -396,13 +452,19 @@ unsafe impl Format for Q5K {
                 for half in 0..2 {
                     let j = 4 * half + I;
                     scales[half].byte_pair_i16::<{ I as i32 }>().store(&mut tile.sub_scale[j], h);
-                    let [s, m] = [scales[half], mins[half]]
-                        .map(|v| v.shr::<{ 8 * I as i32 }>().and(V::splat(0xff)).to_f32());
+                    let [s, m] = [scales[half], mins[half]].map(|v| v.shr(8 * I).and(V::splat(0xff)).to_f32());
                     V::store_f32(V::mul_add(sixteen_d, s, V::mul(minus_dmin, m)), &mut tile.min[j], h);
                 }
             });
         }
     }
+}
+
+/// Q2_K, Q3_K and Q6_K: 32 consecutive bytes hold bit fields of four times 32 columns. A part is half of the 32 in one of the two 128s,
+/// and its sub-blocks of 16 lie 32 columns apart.
+#[inline(always)]
+fn quarter_sub(part: usize, i: usize) -> usize {
+    8 * (part / 2) + 2 * i + part % 2
 }
 
 #[derive(Clone, Copy)]
@@ -422,21 +484,29 @@ unsafe impl Format for Q6K {
     const BLOCK_BYTES: usize = 210;
     const SHIFT: u32 = 5;
 
+    const PARTS: usize = 4;
+    const SUBS: usize = 4;
+
     #[inline(always)]
-    fn unpack<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
+    fn sub(part: usize, i: usize) -> usize {
+        quarter_sub(part, i)
+    }
+    #[inline(always)]
+    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+        let (low4, bits45) = (V::splat(LOW4), V::splat(0x3030_3030));
+        let n = PART / 2;
+        for c in PART % 2 * 4..PART % 2 * 4 + 4 {
+            let [v, w, top] =
+                [&b.ql[16 * n + c], &b.ql[16 * n + 8 + c], &b.qh[8 * n + c]].map(|plane| V::load(plane, h));
+            emit(0, 32 * n + c, v.and(low4).or(top.shl(4).and(bits45)));
+            emit(1, 32 * n + 8 + c, w.and(low4).or(top.shl(2).and(bits45)));
+            emit(2, 32 * n + 16 + c, v.shr(4).and(low4).or(top.and(bits45)));
+            emit(3, 32 * n + 24 + c, w.shr(4).and(low4).or(top.shr(2).and(bits45)));
+        }
+    }
+    #[inline(always)]
+    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
         for h in 0..2 {
-            let (low4, bits45) = (V::splat(LOW4), V::splat(0x3030_3030));
-            for n in 0..2 {
-                for c in 0..8 {
-                    let [a, b, top] =
-                        [&b.ql[16 * n + c], &b.ql[16 * n + 8 + c], &b.qh[8 * n + c]].map(|p| V::load(p, h));
-                    let q = &mut tile.q[32 * n..32 * n + 32];
-                    a.and(low4).or(top.shl::<4>().and(bits45)).store(&mut q[c], h);
-                    b.and(low4).or(top.shl::<2>().and(bits45)).store(&mut q[8 + c], h);
-                    a.shr::<4>().and(low4).or(top.and(bits45)).store(&mut q[16 + c], h);
-                    b.shr::<4>().and(low4).or(top.shr::<2>().and(bits45)).store(&mut q[24 + c], h);
-                }
-            }
             store_sub_scales([0, 1, 2, 3].map(|i| V::load(&b.scales[i], h)), h, tile);
             V::store_f32(V::load_f16(&b.d, h), &mut tile.scale[0], h);
         }
@@ -467,28 +537,36 @@ unsafe impl Format for Q2K {
     const BLOCK_BYTES: usize = 84;
     const MIN: bool = true;
 
+    const PARTS: usize = 4;
+    const SUBS: usize = 4;
+
     #[inline(always)]
-    fn unpack<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
-        for h in 0..2 {
-            for n in 0..2 {
-                for c in 0..8 {
-                    let v = V::load(&b.qs[8 * n + c], h);
-                    unroll!(J in [0 1 2 3] {
-                        let q = v.shr::<{ 2 * J as i32 }>().and(V::splat(0x0303_0303));
-                        q.store(&mut tile.q[32 * n + 8 * J + c], h);
-                    });
-                }
+    fn sub(part: usize, i: usize) -> usize {
+        quarter_sub(part, i)
+    }
+    #[inline(always)]
+    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+        let n = PART / 2;
+        for c in PART % 2 * 4..PART % 2 * 4 + 4 {
+            let v = V::load(&b.qs[8 * n + c], h);
+            for j in 0..4 {
+                emit(j, 32 * n + 8 * j + c, v.shr(2 * j).and(V::splat(0x0303_0303)));
             }
+        }
+    }
+    #[inline(always)]
+    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
+        for h in 0..2 {
             let d = V::load(&b.d, h);
             V::store_f32(d.low_f16(), &mut tile.scale[0], h);
             let minus_dmin = V::mul(d.high_f16(), V::splat_f32(-1.0));
             let scales = [0, 1, 2, 3].map(|i| V::load(&b.scales[i], h));
             store_sub_scales(scales.map(|v| v.and(V::splat(LOW4))), h, tile);
             for (i, v) in scales.into_iter().enumerate() {
-                unroll!(B in [0 1 2 3] {
-                    let m = v.shr::<{ 8 * B as i32 + 4 }>().and(V::splat(0x0f)).to_f32();
-                    V::store_f32(V::mul(minus_dmin, m), &mut tile.min[4 * i + B], h);
-                });
+                for byte in 0..4 {
+                    let m = v.shr(8 * byte + 4).and(V::splat(0x0f)).to_f32();
+                    V::store_f32(V::mul(minus_dmin, m), &mut tile.min[4 * i + byte], h);
+                }
             }
         }
     }
@@ -511,30 +589,37 @@ unsafe impl Format for Q3K {
     const BLOCK_BYTES: usize = 110;
     const SHIFT: u32 = 2;
 
+    const PARTS: usize = 4;
+    const SUBS: usize = 4;
+
     #[inline(always)]
-    fn unpack<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
-        for h in 0..2 {
-            let (low2, bit2) = (V::splat(0x0303_0303), V::splat(0x0404_0404));
-            for c in 0..8 {
-                let (top, v) = (V::load(&b.hmask[c], h), V::load(&b.qs[c], h));
-                v.and(low2).or(top.shl::<2>().and(bit2)).store(&mut tile.q[c], h);
-                v.shr::<2>().and(low2).or(top.shl::<1>().and(bit2)).store(&mut tile.q[8 + c], h);
-                v.shr::<4>().and(low2).or(top.and(bit2)).store(&mut tile.q[16 + c], h);
-                v.shr::<6>().and(low2).or(top.shr::<1>().and(bit2)).store(&mut tile.q[24 + c], h);
-                let v = V::load(&b.qs[8 + c], h);
-                v.and(low2).or(top.shr::<2>().and(bit2)).store(&mut tile.q[32 + c], h);
-                v.shr::<2>().and(low2).or(top.shr::<3>().and(bit2)).store(&mut tile.q[40 + c], h);
-                v.shr::<4>().and(low2).or(top.shr::<4>().and(bit2)).store(&mut tile.q[48 + c], h);
-                v.shr::<6>().and(low2).or(top.shr::<5>().and(bit2)).store(&mut tile.q[56 + c], h);
+    fn sub(part: usize, i: usize) -> usize {
+        quarter_sub(part, i)
+    }
+    #[inline(always)]
+    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+        let (low2, bit2) = (V::splat(0x0303_0303), V::splat(0x0404_0404));
+        let n = PART / 2;
+        for c in PART % 2 * 4..PART % 2 * 4 + 4 {
+            let (top, v) = (V::load(&b.hmask[c], h), V::load(&b.qs[8 * n + c], h));
+            for j in 0..4 {
+                let s = 4 * n + j;
+                let third = if s < 2 { top.shl(2 - s) } else { top.shr(s - 2) };
+                emit(j, 32 * n + 8 * j + c, v.shr(2 * j).and(low2).or(third.and(bit2)));
             }
+        }
+    }
+    #[inline(always)]
+    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
+        for h in 0..2 {
             // Scale i: four low bits in nibble i of the first two dwords, two high bits in the third.
             let [a, b2, t] = [0, 1, 2].map(|i| V::load(&b.scales[i], h));
             let (low4, bits45) = (V::splat(LOW4), V::splat(0x3030_3030));
             let scales = [
-                a.and(low4).or(t.shl::<4>().and(bits45)),
-                b2.and(low4).or(t.shl::<2>().and(bits45)),
-                a.shr::<4>().and(low4).or(t.and(bits45)),
-                b2.shr::<4>().and(low4).or(t.shr::<2>().and(bits45)),
+                a.and(low4).or(t.shl(4).and(bits45)),
+                b2.and(low4).or(t.shl(2).and(bits45)),
+                a.shr(4).and(low4).or(t.and(bits45)),
+                b2.shr(4).and(low4).or(t.shr(2).and(bits45)),
             ];
             store_sub_scales(scales.map(|v| v.sub_bytes(V::splat(0x2020_2020))), h, tile);
             V::store_f32(V::load_f16(&b.d, h), &mut tile.scale[0], h);
@@ -557,26 +642,28 @@ unsafe impl Format for Iq4Xs {
     type Family = WordSuper;
     const BLOCK_BYTES: usize = 136;
 
+    const PARTS: usize = 8;
+
     #[inline(always)]
-    fn unpack<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
+    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+        for c in 0..4 {
+            let v = V::load(&b.qs[4 * PART + c], h);
+            emit(0, 8 * PART + c, v.and(V::splat(LOW4)).lookup(&IQ4_VALUES));
+            emit(0, 8 * PART + c + 4, v.shr(4).and(V::splat(LOW4)).lookup(&IQ4_VALUES));
+        }
+    }
+    #[inline(always)]
+    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
         for h in 0..2 {
-            for j in 0..8 {
-                for c in 0..4 {
-                    let v = V::load(&b.qs[4 * j + c], h);
-                    let (lo, hi) = (v.and(V::splat(LOW4)), v.shr::<4>().and(V::splat(LOW4)));
-                    store_words(lo.lookup(&IQ4_VALUES), 8 * j + c, h, tile);
-                    store_words(hi.lookup(&IQ4_VALUES), 8 * j + c + 4, h, tile);
-                }
-            }
             let (dh, low) = (V::load(&b.d, h), V::load(&b.scales_l, h));
             let d = dh.low_f16();
             let minus_32d = V::mul(d, V::splat_f32(-32.0));
-            unroll!(J in [0 1 2 3 4 5 6 7] {
-                let s = low.shr::<{ 4 * J as i32 }>().and(V::splat(15));
-                let top = dh.shr::<{ 16 + 2 * J as i32 }>().and(V::splat(3)).shl::<4>();
-                // Exact: the product of d and a 7-bit integer has at most 18 bits.
-                V::store_f32(V::mul_add(d, s.or(top).to_f32(), minus_32d), &mut tile.scale[J], h);
-            });
+            for j in 0..8 {
+                let s = low.shr(4 * j).and(V::splat(15));
+                let top = dh.shr(16 + 2 * j).and(V::splat(3)).shl(4);
+                // Exact: the product of d and a 6-bit integer has at most 17 bits.
+                V::store_f32(V::mul_add(d, s.or(top).to_f32(), minus_32d), &mut tile.scale[j], h);
+            }
         }
     }
 }

@@ -13,8 +13,9 @@ pub trait Lanes: Copy {
     fn splat(v: u32) -> Self;
     fn and(self, o: Self) -> Self;
     fn or(self, o: Self) -> Self;
-    fn shl<const N: i32>(self) -> Self;
-    fn shr<const N: i32>(self) -> Self;
+    /// Shifts by `n` < 32, a constant wherever this is inlined.
+    fn shl(self, n: usize) -> Self;
+    fn shr(self, n: usize) -> Self;
     /// Byte-wise difference, wrapping.
     fn sub_bytes(self, o: Self) -> Self;
     /// Every byte (0..=15) replaced by its entry in `table`.
@@ -81,12 +82,12 @@ impl Lanes for Plain {
         Self(std::array::from_fn(|i| self.0[i] | o.0[i]))
     }
     #[inline(always)]
-    fn shl<const N: i32>(self) -> Self {
-        self.map(|v| v << N)
+    fn shl(self, n: usize) -> Self {
+        self.map(|v| v << n)
     }
     #[inline(always)]
-    fn shr<const N: i32>(self) -> Self {
-        self.map(|v| v >> N)
+    fn shr(self, n: usize) -> Self {
+        self.map(|v| v >> n)
     }
     #[inline(always)]
     fn sub_bytes(self, o: Self) -> Self {

@@ -65,6 +65,53 @@ pub trait Isa: Copy + Send + Sync + 'static {
 
     fn float(self, tile: &FloatTile, acts: &FloatActs, tokens: usize, cols: usize, out: &mut [[f32; ROWS]]);
 
+    /// Up to so many tokens, blocks are unpacked in registers, without the detour through a tile.
+    const FUSED: usize = 0;
+    fn fused_byte_blocks<F: Format>(
+        self,
+        _blocks: &[F::Block],
+        _tile: &mut Tile,
+        _acts: &ByteActs,
+        _out: &mut [[f32; ROWS]],
+    ) {
+        unreachable!("FUSED is 0")
+    }
+    fn fused_byte_super<F: Format, const SUBS: usize>(
+        self,
+        _block: &F::Block,
+        _tile: &mut Tile,
+        _acts: &SuperActs,
+        _out: &mut [[f32; ROWS]],
+    ) {
+        unreachable!("FUSED is 0")
+    }
+    fn fused_word_blocks<F: Format>(
+        self,
+        _blocks: &[F::Block],
+        _tile: &mut Tile,
+        _acts: &WordActs,
+        _out: &mut [[f32; ROWS]],
+    ) {
+        unreachable!("FUSED is 0")
+    }
+
+    #[inline(always)]
+    fn quantise(self, x: &[f32; CHUNK], act_block: usize, out: &mut Codes) {
+        activations::quantise(x, act_block, out);
+    }
+    /// Dwords 0 ..4 of eight rows, `stride` bytes apart, to half planes: `planes[i][8 h + r]`.
+    ///
+    /// # Safety
+    /// Each row has 16 bytes to read at its start.
+    #[inline(always)]
+    unsafe fn transpose(self, src: *const u8, stride: usize, planes: &mut [[u32; ROWS]; 4], h: usize) {
+        for r in 0..8 {
+            for (i, plane) in planes.iter_mut().enumerate() {
+                // SAFETY: by contract.
+                plane[8 * h + r] = unsafe { src.add(r * stride + 4 * i).cast::<u32>().read_unaligned().to_le() };
+            }
+        }
+    }
     #[inline(always)]
     fn to_f16(self, x: &[f32; 16], out: &mut [u16; 16]) {
         *out = x.map(|x| half::f16::from_f32(x).to_bits());
@@ -140,17 +187,18 @@ pub fn quantise_group<I: Isa, Fam: Family>(
     rows: &impl Rows,
     mut put: impl FnMut(usize, &Fam::Acts),
 ) {
-    let mut codes = [const { Codes { q: [0; CHUNK], d: [0.0; 8] } }; TOKENS];
     // SAFETY: plain bytes, any of them valid.
     let mut acts: Fam::Acts = unsafe { std::mem::zeroed() };
+    let mut codes = Codes::ZERO;
+    let mut x = [0.0; CHUNK];
     for chunk in 0..tokens.chunks {
-        let mut x = [0.0; CHUNK];
         let len = CHUNK.min(cols - CHUNK * chunk);
-        for (codes, t) in codes.iter_mut().zip(TOKENS * g..tokens.count) {
+        x[len..].fill(0.0);
+        for (i, t) in (TOKENS * g..tokens.count.min(TOKENS * (g + 1))).enumerate() {
             rows.load(isa, t, CHUNK * chunk, &mut x[..len]);
-            activations::quantise(&x, Fam::ACT_BLOCK, codes);
+            isa.quantise(&x, Fam::ACT_BLOCK, &mut codes);
+            Fam::put::<I::V>(&codes, i, &mut acts);
         }
-        Fam::interleave(&codes, &mut acts);
         put(tokens.index(g, chunk), &acts);
     }
 }
@@ -208,7 +256,7 @@ fn chunk_blocks<'a, I: Isa, F: Format>(
             unsafe { std::slice::from_raw_parts(chunk.as_ptr().cast(), count) }
         }
         Source::Raw(raw) => {
-            pack_blocks::<F>(raw, group, first, scratch);
+            pack_blocks::<_, F>(isa, raw, group, first, scratch);
             scratch
         }
     }
@@ -237,8 +285,12 @@ pub fn row_group<I: Isa, F: Format>(
         let first = chunk * per_chunk;
         let count = per_chunk.min(nb - first);
         let blocks = chunk_blocks::<I, F>(isa, source, group, nb, first, &mut scratch[..count]);
+        if out.len() <= I::FUSED {
+            <F::Family as Family>::fused::<I, F>(isa, blocks, tile, &acts[0], out);
+            continue;
+        }
         for (slot, block) in blocks.iter().enumerate() {
-            F::unpack::<I::V>(block, slot, tile);
+            formats::unpack::<I::V, F>(block, slot, tile);
         }
         for (acts, out) in acts.iter().zip(out.chunks_mut(TOKENS)) {
             <F::Family as Family>::apply::<I, F>(isa, tile, acts, out.len(), count, out);
@@ -268,7 +320,7 @@ pub fn row_group_decoded<I: Isa, F: Format>(
         let count = per_chunk.min(nb - first);
         let blocks = chunk_blocks::<I, F>(isa, source, group, nb, first, &mut scratch[..count]);
         for (slot, block) in blocks.iter().enumerate() {
-            F::unpack::<I::V>(block, slot, tile);
+            formats::unpack::<I::V, F>(block, slot, tile);
         }
         let cols = count * <F::Family as Family>::ELEMENTS;
         decode_tile::<I::V, F>(tile, cols / 4, decoded);
@@ -370,13 +422,14 @@ pub fn packed_bytes(format: i32, rows: usize, cols: usize) -> usize {
 }
 
 /// Packs row group `group` into its part of the packed copy.
-pub fn pack_group(format: i32, raw: RawRows<'_>, cols: usize, group: usize, out: &mut [u8]) {
+pub fn pack_group<I: Isa>(isa: I, format: i32, raw: RawRows<'_>, cols: usize, group: usize, out: &mut [u8]) {
     debug_assert!(out.as_ptr().cast::<u32>().is_aligned());
     with_gguf_format!(format, F => {
         let count = blocks_per_row::<F>(cols);
         assert_eq!(out.len(), count * size_of::<<F as Format>::Block>());
         // SAFETY: aligned (groups are whole dwords) and as long as asserted; any bytes are a valid block.
-        pack_blocks::<F>(raw, group, 0, unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), count) });
+        let blocks = unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), count) };
+        isa.enter(|| pack_blocks::<I, F>(isa, raw, group, 0, blocks));
     }, G => {
         assert_eq!(out.len(), cols * size_of::<[<G as FloatFormat>::Element; ROWS]>());
         // SAFETY: as above.

@@ -1,8 +1,8 @@
 //! GGUF rows to packed blocks (see `formats`), once when a weight is packed, or chunk by chunk for borrowed weights.
 
-use super::ROWS;
 use super::activations::Family;
 use super::formats::Format;
+use super::{Isa, ROWS};
 
 /// GGUF rows as they lie in the caller's memory, at any alignment.
 #[derive(Clone, Copy)]
@@ -21,31 +21,53 @@ impl<'a> RawRows<'a> {
 
 /// Packs blocks `first ..first + out.len()` of the rows `16 group ..+16`; rows past the end become zeros.
 #[inline(always)]
-pub fn pack_blocks<F: Format>(raw: RawRows<'_>, group: usize, first: usize, out: &mut [F::Block]) {
-    let rows = ROWS.min(raw.rows - ROWS * group);
-    let bytes = F::BLOCK_BYTES;
-    let tail = (bytes - F::HEAD) % 4;
-    let dwords = (bytes - F::HEAD) / 4;
+pub fn pack_blocks<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, first: usize, out: &mut [F::Block]) {
     const {
-        assert!(size_of::<F::Block>() == ROWS * F::BLOCK_BYTES && (F::HEAD == 0 || (F::BLOCK_BYTES - F::HEAD) % 4 == 0))
+        assert!(size_of::<F::Block>() == ROWS * F::BLOCK_BYTES);
+        assert!(F::HEAD == 0 || (F::BLOCK_BYTES - F::HEAD).is_multiple_of(4));
+    }
+    let rows = ROWS.min(raw.rows - ROWS * group);
+    let (bytes, dwords) = (F::BLOCK_BYTES, (F::BLOCK_BYTES - F::HEAD) / 4);
+    let (narrow, narrow_at) = match F::HEAD {
+        0 => (F::BLOCK_BYTES % 4, F::BLOCK_BYTES / 4 * 4),
+        head => (head, 0),
     };
-    // SAFETY: by `Format`'s contract a block is plain bytes of this size, and any bytes are a valid block.
-    let out_bytes = unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast::<u8>(), size_of_val(out)) };
-    if rows < ROWS {
-        out_bytes.fill(0);
-    }
-    for r in 0..rows {
-        let row = &raw.row(ROWS * group + r, (first + out.len()) * bytes)[first * bytes..];
-        for (src, dst) in row.chunks_exact(bytes).zip(out_bytes.chunks_exact_mut(ROWS * bytes)) {
-            let (planes, narrow) = dst.split_at_mut(dwords * 4 * ROWS);
-            for (v, plane) in src[F::HEAD..].chunks_exact(4).zip(planes.chunks_exact_mut(4 * ROWS)) {
-                plane[4 * r..4 * r + 4].copy_from_slice(v);
-            }
-            let odd = if F::HEAD > 0 { &src[..F::HEAD] } else { &src[bytes - tail..] };
-            narrow[odd.len() * r..odd.len() * (r + 1)].copy_from_slice(odd);
+    for (i, block) in out.iter_mut().enumerate() {
+        // SAFETY: by `Format`'s contract a block is `dwords` planes and a narrow one, all plain data.
+        let (planes, odd) = unsafe {
+            let planes = (block as *mut F::Block).cast::<[u32; ROWS]>();
+            (
+                std::slice::from_raw_parts_mut(planes, dwords),
+                std::slice::from_raw_parts_mut(planes.add(dwords).cast::<u8>(), narrow * ROWS),
+            )
+        };
+        if rows < ROWS {
+            planes.fill([0; ROWS]);
+            odd.fill(0);
         }
+        let at = |r: usize| &raw.data[(ROWS * group + r) * raw.row_bytes + (first + i) * bytes..][..bytes];
+        // Whole groups go four dwords at a time, what is left dword by dword.
+        let done = if rows == ROWS { dwords / 4 * 4 } else { 0 };
+        if rows == ROWS {
+            let (base, _last) = (at(0).as_ptr(), at(ROWS - 1));
+            for (j, planes) in planes.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+                for h in 0..2 {
+                    // SAFETY: the first and the last of the 16 rows hold whole blocks here, so all do.
+                    unsafe {
+                        isa.transpose(base.add(8 * h * raw.row_bytes + F::HEAD + 16 * j), raw.row_bytes, planes, h);
+                    }
+                }
+            }
+        }
+        for r in 0..rows {
+            let src = at(r);
+            for (plane, v) in planes[done..].iter_mut().zip(src[F::HEAD + 4 * done..].as_chunks().0) {
+                plane[r] = u32::from_le_bytes(*v);
+            }
+            odd[narrow * r..narrow * (r + 1)].copy_from_slice(&src[narrow_at..narrow_at + narrow]);
+        }
+        F::reorder(block);
     }
-    out.iter_mut().for_each(F::reorder);
 }
 
 /// Blocks in a row of `cols` columns.

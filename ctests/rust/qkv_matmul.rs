@@ -1,0 +1,207 @@
+//! GGUF matmuls through the C API over a grid of shapes: every encoding, packed and borrowed, both compute modes, every instruction set here.
+
+#[path = "support/api.rs"]
+mod api;
+#[path = "support/gguf_random.rs"]
+mod gguf_random;
+#[path = "support/isa.rs"]
+mod isa;
+
+use api::*;
+use gguf_random::{Random, random_rows};
+use isa::context;
+use pagedkv::abi::collection::pkv_collection_options;
+use pagedkv::abi::qkv::pkv_qkv_matmul_gguf_params;
+use pagedkv::abi::weight::*;
+use pagedkv::cpu::isa::Level;
+use pagedkv::dtype::DType;
+use pagedkv::gguf::{FORMATS, Format, decode_row};
+
+const FAST: [Level; 3] = [Level::Scalar, Level::Avx2, Level::Avx512];
+const HEAD: usize = 7;
+
+struct Weights {
+    format: &'static Format,
+    cols: usize,
+    raw: [Vec<u8>; 3],
+    rows: [usize; 3],
+}
+
+impl Weights {
+    fn new(format: &'static Format, q_rows: usize, cols: usize) -> Self {
+        let rows = [q_rows, HEAD, HEAD];
+        let raw = [0, 1, 2].map(|i| random_rows(format, rows[i], cols, 7 + i as u64));
+        Weights { format, cols, raw, rows }
+    }
+
+    /// Q, K and V rows of all tokens as f32; K and V from an F32 cache.
+    fn run(&self, ctx: &Context, x: &Tensor, compute: i32, flags: u32) -> [Vec<f32>; 3] {
+        let tokens = x.shape[0];
+        let mut options: pkv_collection_options = zeroed();
+        options.struct_size = size_of_val(&options);
+        options.dtype = DType::F32 as i32;
+        (options.num_blocks, options.num_layers, options.page_size) = (tokens.div_ceil(5) as u32, 1, 5);
+        (options.num_heads, options.head_size) = (1, HEAD as u32);
+        let blocks = Tensor::new(DType::F32, &[options.num_blocks as usize, 2, 1, 5, 1, HEAD]);
+        options.blocks = blocks.buffer();
+        let collection = Collection::new(ctx, &options);
+        let mut next = 0;
+        let batch = Batch::new(&[(0, tokens as u32)], 5, || {
+            next += 1;
+            next - 1
+        });
+        let handles = [0, 1, 2].map(|i| {
+            let mut o: pkv_gguf_weight_options = zeroed();
+            o.struct_size = size_of_val(&o);
+            (o.data, o.data_size) = (self.raw[i].as_ptr().cast(), self.raw[i].len());
+            (o.rows, o.cols, o.encoding, o.flags) = (self.rows[i] as i64, self.cols as i64, self.format.id, flags);
+            let mut handle = std::ptr::null_mut();
+            // SAFETY: options hold live pointers.
+            ok(|e| unsafe { pkv_gguf_weight_create(ctx.0, &o, &mut handle, e) });
+            handle
+        });
+        let q = Tensor::new(DType::F32, &[tokens, self.rows[0]]);
+        let mut p: pkv_qkv_matmul_gguf_params = zeroed();
+        p.struct_size = size_of_val(&p);
+        let b = batch.abi();
+        (p.collection, p.batch, p.compute) = (collection.0, &b, compute);
+        (p.q_weight, p.k_weight, p.v_weight) = (handles[0], handles[1], handles[2]);
+        (p.hidden_state, p.q_output) = (x.abi(), q.abi());
+        QKV.ok(ctx, &p, true);
+        // SAFETY: made above, destroyed once.
+        handles.into_iter().for_each(|h| unsafe { pkv_gguf_weight_destroy(h) });
+        let cache = blocks.to_f32();
+        let rows = |kv: usize| {
+            (0..tokens).flat_map(|t| cache[((t / 5 * 2 + kv) * 5 + t % 5) * HEAD..][..HEAD].to_vec()).collect()
+        };
+        [q.to_f32(), rows(0), rows(1)]
+    }
+
+    /// The exact products in f64, and the bound: 1.1 x the error of exact arithmetic on activations rounded to 8 bits.
+    fn exact(&self, x: &[f32], i: usize) -> (Vec<f64>, f64) {
+        let block = self.format.activation_block.max(1);
+        let mut w = vec![0.0; self.cols];
+        let decoded: Vec<Vec<f32>> = self.raw[i]
+            .chunks_exact(self.raw[i].len() / self.rows[i])
+            .map(|row| {
+                decode_row(self.format, row, &mut w);
+                w.clone()
+            })
+            .collect();
+        let (mut out, mut error, mut norm) = (vec![], 0.0, 0.0);
+        for x in x.chunks_exact(self.cols) {
+            let rounded: Vec<f64> = x
+                .chunks(block)
+                .flat_map(|x| {
+                    let d = x.iter().fold(0.0f64, |m, &x| m.max((x as f64).abs())) / 127.0;
+                    x.iter().map(move |&x| if d > 0.0 { (x as f64 / d).round_ties_even() * d } else { 0.0 })
+                })
+                .collect();
+            for w in &decoded {
+                let y: f64 = w.iter().zip(x).map(|(w, x)| *w as f64 * *x as f64).sum();
+                let z: f64 = w.iter().zip(&rounded).map(|(w, x)| *w as f64 * x).sum();
+                error += (y - z).powi(2);
+                norm += y * y;
+                out.push(y);
+            }
+        }
+        (out, 1.1 * (error / norm).sqrt())
+    }
+}
+
+fn off(have: &[f32], want: &[f64]) -> f64 {
+    let error: f64 = have.iter().zip(want).map(|(a, b)| (*a as f64 - b).powi(2)).sum();
+    (error / want.iter().map(|b| b * b).sum::<f64>()).sqrt()
+}
+
+fn activations(dtype: DType, tokens: usize, cols: usize) -> Tensor {
+    let mut random = Random::new(tokens as u64 * 31 + cols as u64);
+    let x: Vec<f32> = (0..tokens * cols).map(|_| random.normal()).collect();
+    Tensor::from_f32(dtype, &[tokens, cols], &x)
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+#[test]
+fn every_encoding_is_right_and_the_same_however_it_is_cut() {
+    for format in FORMATS {
+        for (n, blocks, tokens) in
+            [(7, 1, 1), (63, 5, 2), (70, 3, 3), (14, 2, 4), (63, 9, 5), (133, 1, 17), (7, 17, 33), (35, 2, 300)]
+        {
+            let w = Weights::new(format, n, format.block_elements.max(32) * blocks);
+            let x = activations([DType::F32, DType::F16, DType::BF16][tokens % 3], tokens, w.cols);
+            let f = x.to_f32();
+            let ideal = [0, 1, 2].map(|i| w.exact(&f, i));
+            for level in FAST {
+                let contexts = [1, 2].map(|threads| context(level, threads));
+                for compute in [0, 1] {
+                    let base = w.run(&contexts[0], &x, compute, PKV_WEIGHT_PACK);
+                    for (have, (want, bound)) in base.iter().zip(&ideal) {
+                        let bound = if compute == 1 || format.activation_block == 0 { 1e-5 } else { *bound };
+                        let error = off(have, want);
+                        assert!(
+                            error <= bound,
+                            "{} {n} x {} M {tokens} {level:?} compute {compute}: {error:e}, bound {bound:e}",
+                            format.name,
+                            w.cols
+                        );
+                    }
+                    for (ctx, flags) in [(&contexts[1], PKV_WEIGHT_PACK), (&contexts[0], 0), (&contexts[1], 0)] {
+                        let other = w.run(ctx, &x, compute, flags);
+                        assert!(base.iter().zip(&other).all(|(a, b)| bits(a) == bits(b)), "{} {level:?}", format.name);
+                    }
+                    // A row alone has the bits it has in the batch.
+                    for t in [0, tokens / 2, tokens - 1] {
+                        let row = &x.bytes()[x.bytes().len() / tokens * t..][..x.bytes().len() / tokens];
+                        let alone = w.run(
+                            &contexts[0],
+                            &Tensor::from_bytes(x.dtype, &[1, w.cols], row),
+                            compute,
+                            PKV_WEIGHT_PACK,
+                        );
+                        for i in 0..3 {
+                            let n = w.rows[i];
+                            assert_eq!(
+                                bits(&alone[i]),
+                                bits(&base[i][n * t..][..n]),
+                                "{} {level:?} row {t}",
+                                format.name
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_of_nan_or_infinities_leaves_the_others_alone() {
+    for format in FORMATS {
+        let w = Weights::new(format, 21, 512);
+        let x = activations(DType::F32, 6, 512);
+        for level in FAST {
+            let ctx = context(level, 1);
+            for compute in [0, 1] {
+                let clean = w.run(&ctx, &x, compute, PKV_WEIGHT_PACK);
+                for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                    let mut values = x.to_f32();
+                    values[2 * 512 + 100] = bad;
+                    let dirty =
+                        w.run(&ctx, &Tensor::from_f32(DType::F32, &[6, 512], &values), compute, PKV_WEIGHT_PACK);
+                    for i in 0..3 {
+                        let n = w.rows[i];
+                        for t in [0, 1, 3, 4, 5] {
+                            assert_eq!(bits(&dirty[i][n * t..][..n]), bits(&clean[i][n * t..][..n]), "{}", format.name);
+                        }
+                        if bad.is_nan() {
+                            assert!(dirty[i][2 * n..3 * n].iter().all(|y| y.is_nan()), "{} {level:?}", format.name);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
