@@ -418,10 +418,10 @@ fn a_row_is_the_same_alone_and_in_a_batch() {
             let ctx = context(level, 2);
             let whole = problem.run(&ctx, false);
             let finished = problem.after(&whole);
-            for b in 0..sequences.len() {
+            for (b, &(_, new)) in sequences.iter().enumerate() {
                 let first = problem.batch.row_offsets[b] as usize;
                 for skip in [0, 1, 5, 47, 48, 74] {
-                    if skip >= sequences[b].1 as usize {
+                    if skip >= new as usize {
                         continue;
                     }
                     let alone = finished.alone(b, skip);
