@@ -25,7 +25,7 @@ enum {
     RANK = 128, MLA_HEAD = RANK + R,                        /* the MLA collection: f32 */
     TOP_K = 8,                                              /* the indexer's collection: fp8 with one f32 scale a row */
     BATCH = 2, PAGES = 2, TOKENS = 5, ROWS = 7,             /* sequence 0: 3 new; sequence 1: 2 cached, 2 new; ROWS: 3 + 4 keys */
-    POSITIONS = 8, ARENA = 1 << 20, WORKSPACE = 1 << 18
+    POSITIONS = 8, ARENA = 5 << 20, WORKSPACE = 4 << 20
 };
 
 struct world {
