@@ -353,7 +353,9 @@ int main(int argc, char** argv) try {
                     }
                     for (int round = 0; round < options.rounds; round++)
                         for (std::size_t i = 0; i < contenders.size(); i++) {
-                            contenders[i].run(false);  // wakes its threads and lets the neighbour's fall asleep
+                            // The one before may still have threads that spin for work (llama.cpp's for about 100 ms).
+                            std::this_thread::sleep_for(std::chrono::milliseconds(150));
+                            contenders[i].run(cold);
                             double start = bench::now();
                             for (int r = 0; r < repeats[i]; r++) contenders[i].run(cold);
                             times[i].push_back((bench::now() - start) / repeats[i] / (cold ? copies : 1));

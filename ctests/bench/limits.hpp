@@ -42,9 +42,11 @@ __attribute__((target("avx2"))) inline double read_memory(const std::vector<std:
     const std::uint64_t* p = data.data() + part * n;
     __m256i sum[8] = {};
     for (std::size_t i = 0; i < n; i += 32) {
+#pragma GCC unroll 16
         for (int j = 0; j < 8; j++) sum[j] = _mm256_xor_si256(sum[j], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i + 4 * j)));
         _mm_prefetch(reinterpret_cast<const char*>(p + i + 256), _MM_HINT_T0);
     }
+#pragma GCC unroll 16
     for (int j = 1; j < 8; j++) sum[0] = _mm256_xor_si256(sum[0], sum[j]);
     volatile std::int64_t keep = _mm256_extract_epi64(sum[0], 0);
     (void)keep;
@@ -54,9 +56,12 @@ __attribute__((target("avx2"))) inline double read_memory(const std::vector<std:
 __attribute__((target("avx2,fma"))) inline double run_fma() {
     constexpr long rounds = 6'000'000;
     __m256 x = _mm256_set1_ps(0.999f), y = _mm256_set1_ps(1e-6f), sum[10];
+#pragma GCC unroll 16
     for (auto& s : sum) s = x;
     for (long i = 0; i < rounds; i++) {
+#pragma GCC unroll 16
         for (auto& s : sum) s = _mm256_fmadd_ps(s, x, y);
+#pragma GCC unroll 16
         for (auto& s : sum) __asm__ volatile("" : "+x"(s));
     }
     return rounds * 10.0 * 8 * 2;
@@ -66,6 +71,7 @@ __attribute__((target("avx2"))) inline double run_maddubs() {
     constexpr long rounds = 6'000'000;
     __m256i weight = _mm256_set1_epi8(3), activation = _mm256_set1_epi8(5), ones = _mm256_set1_epi16(1), sum[8] = {};
     for (long i = 0; i < rounds; i++)
+#pragma GCC unroll 16
         for (auto& s : sum) {
             __asm__ volatile("" : "+x"(activation));
             s = _mm256_add_epi32(s, _mm256_madd_epi16(_mm256_maddubs_epi16(weight, activation), ones));
@@ -78,8 +84,10 @@ __attribute__((target("avx2"))) inline double run_maddubs4() {
     constexpr long rounds = 2'000'000;
     __m256i weight = _mm256_set1_epi8(3), activation = _mm256_set1_epi8(5), ones = _mm256_set1_epi16(1), sum[8] = {};
     for (long i = 0; i < rounds; i++)
+#pragma GCC unroll 16
         for (auto& s : sum) {
             __m256i partial = _mm256_setzero_si256();
+#pragma GCC unroll 16
             for (int j = 0; j < 4; j++) {
                 __asm__ volatile("" : "+x"(activation));
                 partial = _mm256_add_epi16(partial, _mm256_maddubs_epi16(weight, activation));

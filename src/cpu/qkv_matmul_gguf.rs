@@ -8,7 +8,7 @@ use super::qgemm::float::FloatTile;
 use super::qgemm::formats::Tile;
 use super::qgemm::pack::RawRows;
 use super::qgemm::portable::Portable;
-use super::qgemm::{self, Isa, MAX_BLOCK, ROWS, Source, TOKENS, Tokens};
+use super::qgemm::{self, Isa, MAX_BLOCK, ROWS, Source, TOKENS, Tokens, Work};
 use super::reference;
 use crate::collection::Cache;
 use crate::context::Context;
@@ -123,7 +123,15 @@ fn run<I: Isa>(ctx: &Context, isa: I, a: &Args<'_>, scratch: &Scratch) -> Result
     let quantise = |i: usize| {
         let (layout, g) = (layouts[i / groups], i % groups);
         let tokens = Tokens::new(count, cols, layout.bytes());
-        isa.enter(|| make_acts(isa, layout, tokens, cols, g, &hidden, scratch.acts[layout as usize]));
+        isa.enter(MakeActs {
+            isa,
+            layout,
+            tokens,
+            cols,
+            group: g,
+            hidden: &hidden,
+            out: scratch.acts[layout as usize],
+        });
     };
     // A few tokens are quantised sooner than another thread wakes up.
     if groups <= 2 {
@@ -153,7 +161,17 @@ fn run<I: Isa>(ctx: &Context, isa: I, a: &Args<'_>, scratch: &Scratch) -> Result
         let (block, first) = (i / per_block, i % per_block * per_task);
         let rows = first..row_groups(j).min(first + per_task);
         let acts = scratch.acts[needed[j] as usize];
-        isa.enter(|| task(isa, projection, a.compute, tokens[j], block, rows, acts, sink, slots));
+        isa.enter(Task {
+            isa,
+            projection,
+            compute: a.compute,
+            tokens: tokens[j],
+            block,
+            groups: rows,
+            acts,
+            sink,
+            slots,
+        });
     })?;
 
     for (cache, staged) in [(&a.k_cache, scratch.staged[0]), (&a.v_cache, scratch.staged[1])] {
@@ -172,22 +190,36 @@ fn cache_sink(cache: &Cache, staged: Span<f32>) -> Sink<'_> {
     if cache.groups > 0 { Sink::Staged(staged) } else { Sink::Cache(cache) }
 }
 
-#[inline(always)]
-fn make_acts<I: Isa>(isa: I, layout: Layout, tokens: Tokens, cols: usize, g: usize, hidden: &Hidden, out: Span<u8>) {
-    macro_rules! put {
-        () => {
-            |index, acts: &_| {
-                // SAFETY: the span holds every chunk of every group, aligned; each is written by one task alone.
-                unsafe { put(out, index, acts) }
-            }
-        };
-    }
-    match layout {
-        Layout::ByteBlocks => qgemm::quantise_group::<I, ByteBlocks>(isa, tokens, cols, g, hidden, put!()),
-        Layout::ByteSuper => qgemm::quantise_group::<I, ByteSuper<16>>(isa, tokens, cols, g, hidden, put!()),
-        Layout::WordBlocks => qgemm::quantise_group::<I, WordBlocks>(isa, tokens, cols, g, hidden, put!()),
-        Layout::WordSuper => qgemm::quantise_group::<I, WordSuper>(isa, tokens, cols, g, hidden, put!()),
-        Layout::Float => qgemm::interleave_group(isa, tokens, cols, g, hidden, put!()),
+/// The activations of one group of tokens in one layout.
+struct MakeActs<'a, I> {
+    isa: I,
+    layout: Layout,
+    tokens: Tokens,
+    cols: usize,
+    group: usize,
+    hidden: &'a Hidden,
+    out: Span<u8>,
+}
+
+impl<I: Isa> Work for MakeActs<'_, I> {
+    #[inline(always)]
+    fn run(self) {
+        let MakeActs { isa, layout, tokens, cols, group: g, hidden, out } = self;
+        macro_rules! put {
+            () => {
+                |index, acts: &_| {
+                    // SAFETY: the span holds every chunk of every group, aligned; each is written by one task alone.
+                    unsafe { put(out, index, acts) }
+                }
+            };
+        }
+        match layout {
+            Layout::ByteBlocks => qgemm::quantise_group::<I, ByteBlocks>(isa, tokens, cols, g, hidden, put!()),
+            Layout::ByteSuper => qgemm::quantise_group::<I, ByteSuper<16>>(isa, tokens, cols, g, hidden, put!()),
+            Layout::WordBlocks => qgemm::quantise_group::<I, WordBlocks>(isa, tokens, cols, g, hidden, put!()),
+            Layout::WordSuper => qgemm::quantise_group::<I, WordSuper>(isa, tokens, cols, g, hidden, put!()),
+            Layout::Float => qgemm::interleave_group(isa, tokens, cols, g, hidden, put!()),
+        }
     }
 }
 
@@ -201,53 +233,58 @@ unsafe fn put<T: Copy>(out: Span<u8>, index: usize, value: &T) {
 }
 
 /// Some row groups of one projection for one block of tokens.
-#[inline(always)]
-fn task<I: Isa>(
+struct Task<'a, I> {
     isa: I,
-    p: &Projection<'_>,
+    projection: &'a Projection<'a>,
     compute: Compute,
     tokens: Tokens,
     block: usize,
     groups: Range<usize>,
     acts: Span<u8>,
-    sink: &Sink<'_>,
-    slots: &[[usize; 2]],
-) {
-    let w = p.weight;
-    let source = match &w.storage {
-        Storage::Packed(data) => Source::Packed(data.bytes()),
-        Storage::Borrowed(rows) => {
-            Source::Raw(RawRows { data: rows.span(w.rows), rows: w.rows, row_bytes: rows.stride() })
-        }
-        Storage::Copied(data) => Source::Raw(RawRows { data, rows: w.rows, row_bytes: data.len() / w.rows }),
-    };
-    let range = tokens.of_block(block);
-    let mut buffer = [[0.0; ROWS]; MAX_BLOCK];
-    let out = &mut buffer[..range.len()];
-    // SAFETY: made before this region began, in this layout, and only read since.
-    // SAFETY: host memory nobody writes.
-    let bias = p.bias.map(|b| unsafe { b.row::<f32, 0>([]) });
-    with_gguf_format!(w.format.id, F => {
-        let mut tile = Tile::zeroed();
-        if compute == Compute::F32 {
+    sink: &'a Sink<'a>,
+    slots: &'a [[usize; 2]],
+}
+
+impl<I: Isa> Work for Task<'_, I> {
+    #[inline(always)]
+    fn run(self) {
+        let Task { isa, projection: p, compute, tokens, block, groups, acts, sink, slots } = self;
+        let w = p.weight;
+        let source = match &w.storage {
+            Storage::Packed(data) => Source::Packed(data.bytes()),
+            Storage::Borrowed(rows) => {
+                Source::Raw(RawRows { data: rows.span(w.rows), rows: w.rows, row_bytes: rows.stride() })
+            }
+            Storage::Copied(data) => Source::Raw(RawRows { data, rows: w.rows, row_bytes: data.len() / w.rows }),
+        };
+        let range = tokens.of_block(block);
+        let mut buffer = [[0.0; ROWS]; MAX_BLOCK];
+        let out = &mut buffer[..range.len()];
+        // SAFETY: made before this region began, in this layout, and only read since.
+        // SAFETY: host memory nobody writes.
+        let bias = p.bias.map(|b| unsafe { b.row::<f32, 0>([]) });
+        with_gguf_format!(w.format.id, F => {
+            let mut tile = Tile::zeroed();
+            if compute == Compute::F32 {
+                let mut decoded = FloatTile::zeroed();
+                for g in groups {
+                    qgemm::row_group_decoded::<I, F>(isa, source, g, w.cols, block_acts(acts, tokens, block), &mut tile, &mut decoded, out);
+                    finish(isa, bias, g, w.rows, range.clone(), out, sink, slots);
+                }
+            } else {
+                for g in groups {
+                    qgemm::row_group::<I, F>(isa, source, g, w.cols, block_acts(acts, tokens, block), &mut tile, out);
+                    finish(isa, bias, g, w.rows, range.clone(), out, sink, slots);
+                }
+            }
+        }, G => {
             let mut decoded = FloatTile::zeroed();
             for g in groups {
-                qgemm::row_group_decoded::<I, F>(isa, source, g, w.cols, block_acts(acts, tokens, block), &mut tile, &mut decoded, out);
+                qgemm::row_group_float::<I, G>(isa, source, g, w.cols, block_acts(acts, tokens, block), &mut decoded, out);
                 finish(isa, bias, g, w.rows, range.clone(), out, sink, slots);
             }
-        } else {
-            for g in groups {
-                qgemm::row_group::<I, F>(isa, source, g, w.cols, block_acts(acts, tokens, block), &mut tile, out);
-                finish(isa, bias, g, w.rows, range.clone(), out, sink, slots);
-            }
-        }
-    }, G => {
-        let mut decoded = FloatTile::zeroed();
-        for g in groups {
-            qgemm::row_group_float::<I, G>(isa, source, g, w.cols, block_acts(acts, tokens, block), &mut decoded, out);
-            finish(isa, bias, g, w.rows, range.clone(), out, sink, slots);
-        }
-    })
+        })
+    }
 }
 
 /// The activations of a block of tokens, in the layout that `acts` was made in.
@@ -271,45 +308,50 @@ fn finish<I: Isa>(
     sink: &Sink<'_>,
     slots: &[[usize; 2]],
 ) {
-    isa.enter(|| finish_inlined(isa, bias, group, rows, tokens, tile, sink, slots));
+    isa.enter(Finish { isa, bias, group, rows, tokens, tile, sink, slots });
 }
 
-#[inline(always)]
-fn finish_inlined<I: Isa>(
+struct Finish<'a, I> {
     isa: I,
-    bias: Option<&[f32]>,
+    bias: Option<&'a [f32]>,
     group: usize,
     rows: usize,
     tokens: Range<usize>,
-    tile: &mut [[f32; ROWS]],
-    sink: &Sink<'_>,
-    slots: &[[usize; 2]],
-) {
-    let row = ROWS * group;
-    let n = ROWS.min(rows - row);
-    if let Some(bias) = bias {
-        for y in tile.iter_mut() {
-            y.iter_mut().zip(&bias[row..row + n]).for_each(|(y, b)| *y += b);
+    tile: &'a mut [[f32; ROWS]],
+    sink: &'a Sink<'a>,
+    slots: &'a [[usize; 2]],
+}
+
+impl<I: Isa> Work for Finish<'_, I> {
+    #[inline(always)]
+    fn run(self) {
+        let Finish { isa, bias, group, rows, tokens, tile, sink, slots } = self;
+        let row = ROWS * group;
+        let n = ROWS.min(rows - row);
+        if let Some(bias) = bias {
+            for y in tile.iter_mut() {
+                y.iter_mut().zip(&bias[row..row + n]).for_each(|(y, b)| *y += b);
+            }
         }
-    }
-    match sink {
-        Sink::Output(view) => with_float!(view.dtype, T => {
-            for (t, y) in tokens.zip(tile) {
-                // SAFETY: columns `row ..+n` of these rows are this task's alone, inside what validation has seen.
-                unsafe { store(isa, y, view.as_ptr().cast::<T>().add(t * view.stride[0] + row), n) }
-            }
-        }),
-        Sink::Cache(cache) => with_cache_dtype!(cache.dtype, T => {
-            for (t, y) in tokens.zip(tile) {
-                let [block, slot] = slots[t];
-                // SAFETY: as above; slots of different tokens differ.
-                unsafe { store(isa, y, cache.blocks_ptr().cast::<T>().add(cache.row_offset(block, slot) + row), n) }
-            }
-        }),
-        Sink::Staged(span) => {
-            for (t, y) in tokens.zip(tile) {
-                // SAFETY: as above; the span holds `rows` columns of every token.
-                unsafe { store(isa, y, span.as_ptr().add(t * rows + row), n) }
+        match sink {
+            Sink::Output(view) => with_float!(view.dtype, T => {
+                for (t, y) in tokens.zip(tile) {
+                    // SAFETY: columns `row ..+n` of these rows are this task's alone, inside what validation has seen.
+                    unsafe { store(isa, y, view.as_ptr().cast::<T>().add(t * view.stride[0] + row), n) }
+                }
+            }),
+            Sink::Cache(cache) => with_cache_dtype!(cache.dtype, T => {
+                for (t, y) in tokens.zip(tile) {
+                    let [block, slot] = slots[t];
+                    // SAFETY: as above; slots of different tokens differ.
+                    unsafe { store(isa, y, cache.blocks_ptr().cast::<T>().add(cache.row_offset(block, slot) + row), n) }
+                }
+            }),
+            Sink::Staged(span) => {
+                for (t, y) in tokens.zip(tile) {
+                    // SAFETY: as above; the span holds `rows` columns of every token.
+                    unsafe { store(isa, y, span.as_ptr().add(t * rows + row), n) }
+                }
             }
         }
     }

@@ -19,7 +19,7 @@ use super::activations::{ByteActs, CHUNK, Codes, SuperActs, TINY, WordActs};
 use super::float::{FloatActs, FloatTile};
 use super::formats::{Format, Tile};
 use super::lanes::Lanes;
-use super::{Isa, TOKENS};
+use super::{Isa, TOKENS, Work};
 use crate::cpu::isa::Avx2;
 
 /// Eight rows' dwords; made only where [`Avx2`] vouches for the CPU.
@@ -696,8 +696,8 @@ fn widen_f16(x: &[u16; 16], out: &mut [f32; 16]) {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn enter<R>(f: impl FnOnce() -> R) -> R {
-    f()
+fn enter(work: impl Work) {
+    work.run()
 }
 
 /// Evaluates a call with the number of tokens as a constant.
@@ -731,9 +731,9 @@ impl Isa for Avx2 {
     type V = V;
 
     #[inline(always)]
-    fn enter<R>(self, f: impl FnOnce() -> R) -> R {
+    fn enter(self, work: impl Work) {
         // SAFETY: an `Avx2` exists only where the CPU has these features.
-        unsafe { enter(f) }
+        unsafe { enter(work) }
     }
     #[inline(always)]
     fn byte_blocks<F: Format>(self, tile: &Tile, acts: &ByteActs, tokens: usize, blocks: usize, out: &mut [[f32; 16]]) {

@@ -38,12 +38,18 @@ pub const TOKENS: usize = 4;
 /// Weight rows interleaved in a packed group.
 pub const ROWS: usize = 16;
 
+/// A piece of work to be compiled for an instruction set. A trait, not a closure: `run` must be `#[inline(always)]`, which closures cannot promise, and
+/// what is not inlined into [`Isa::enter`] is compiled without the instructions, every intrinsic a call.
+pub trait Work {
+    fn run(self);
+}
+
 /// An instruction set, as a value that proves it is there.
 pub trait Isa: Copy + Send + Sync + 'static {
     type V: Lanes;
 
-    /// Runs `f` compiled for this instruction set, as far as it is inlined.
-    fn enter<R>(self, f: impl FnOnce() -> R) -> R;
+    /// Runs work compiled for this instruction set.
+    fn enter(self, work: impl Work);
 
     // The tile kernels: `out[token][row] += ...` for `tokens` <= 4.
     fn byte_blocks<F: Format>(
@@ -421,6 +427,20 @@ pub fn packed_bytes(format: i32, rows: usize, cols: usize) -> usize {
         G => groups * cols * size_of::<[<G as FloatFormat>::Element; ROWS]>())
 }
 
+struct Pack<'a, I, F: Format> {
+    isa: I,
+    raw: RawRows<'a>,
+    group: usize,
+    blocks: &'a mut [F::Block],
+}
+
+impl<I: Isa, F: Format> Work for Pack<'_, I, F> {
+    #[inline(always)]
+    fn run(self) {
+        pack_blocks::<I, F>(self.isa, self.raw, self.group, 0, self.blocks);
+    }
+}
+
 /// Packs row group `group` into its part of the packed copy.
 pub fn pack_group<I: Isa>(isa: I, format: i32, raw: RawRows<'_>, cols: usize, group: usize, out: &mut [u8]) {
     debug_assert!(out.as_ptr().cast::<u32>().is_aligned());
@@ -429,7 +449,7 @@ pub fn pack_group<I: Isa>(isa: I, format: i32, raw: RawRows<'_>, cols: usize, gr
         assert_eq!(out.len(), count * size_of::<<F as Format>::Block>());
         // SAFETY: aligned (groups are whole dwords) and as long as asserted; any bytes are a valid block.
         let blocks = unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), count) };
-        isa.enter(|| pack_blocks::<I, F>(isa, raw, group, 0, blocks));
+        isa.enter(Pack::<I, F> { isa, raw, group, blocks });
     }, G => {
         assert_eq!(out.len(), cols * size_of::<[<G as FloatFormat>::Element; ROWS]>());
         // SAFETY: as above.

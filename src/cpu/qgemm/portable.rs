@@ -5,7 +5,7 @@ use super::float::{FloatActs, FloatTile};
 use super::formats::Format;
 use super::formats::Tile;
 use super::lanes::Plain;
-use super::{Isa, ROWS};
+use super::{Isa, ROWS, Work};
 
 #[derive(Clone, Copy, Debug)]
 pub struct Portable;
@@ -31,8 +31,8 @@ impl Isa for Portable {
     type V = Plain;
 
     #[inline(always)]
-    fn enter<R>(self, f: impl FnOnce() -> R) -> R {
-        f()
+    fn enter(self, work: impl Work) {
+        work.run()
     }
 
     fn byte_blocks<F: Format>(
