@@ -260,7 +260,6 @@ impl<I: Isa> Work for Task<'_, I> {
         let range = tokens.of_block(block);
         let mut buffer = [[0.0; ROWS]; MAX_BLOCK];
         let out = &mut buffer[..range.len()];
-        // SAFETY: made before this region began, in this layout, and only read since.
         // SAFETY: host memory nobody writes.
         let bias = p.bias.map(|b| unsafe { b.row::<f32, 0>([]) });
         with_gguf_format!(w.format.id, F => {
