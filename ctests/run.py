@@ -3,7 +3,7 @@
 
     python3 ctests/run.py demo [ARGS...]   build the library and the C++ example, fetch a model, run the example on it
     python3 ctests/run.py test             every test: Rust, C, C++, Go, Zig, the installed package
-    python3 ctests/run.py check            formatting, lints, header, exported symbols, static link line
+    python3 ctests/run.py check            formatting, lints, header, exported symbols, static link line, CUDA kernels through NVRTC
     python3 ctests/run.py sanitize         the C tests under AddressSanitizer, the threaded ones under ThreadSanitizer
     python3 ctests/run.py fuzz [SECONDS]   every fuzz target for a bounded time (default 20 s each)
     python3 ctests/run.py bench [ARGS...]  benchmarks; each checks its answers
@@ -128,6 +128,21 @@ def tool(name):
     return str(home / program)
 
 
+CUDA_TOOLKIT = "cuda-toolkit[nvcc,nvrtc,cudart,cccl,crt,nvvm]==13.0.2"  # pinned as one: its parts do not mix with newer ones
+
+
+def cuda_home():
+    """The pinned CUDA toolkit from PyPI in target/tools, fetched when it is not there yet."""
+    home = TOOLS / "cuda-toolkit-13.0.2"
+    if not home.exists():
+        fetching = TOOLS / "cuda-toolkit-13.0.2.part"
+        shutil.rmtree(fetching, ignore_errors=True)
+        run(*pip(), "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:", "--target", fetching, CUDA_TOOLKIT,
+            env={"PIP_ROOT_USER_ACTION": "ignore"})
+        fetching.rename(home)
+    return home / "nvidia/cu13"
+
+
 def host_triple():
     return re.search(r"^host: (\S+)", run("rustc", "-vV"), re.M)[1]
 
@@ -208,6 +223,11 @@ def exported_symbols():
         raise Failed(f"the library needs more than libc: {sorted(needed - allowed)}")
 
 
+def cuda_kernels_compile():
+    """The library's own call of NVRTC, the real one, for every architecture; spills, stack frames and warnings fail."""
+    return run("cargo", "test", "--locked", "--lib", "nvrtc_takes_every_kernel", "--", "--ignored", env={"PAGEDKV_NVRTC": str(cuda_home() / "lib")})
+
+
 def static_link_line():
     """cmake/native-libs.txt is what rustc says a static link needs."""
     shown = run("cargo", "rustc", "--locked", "--lib", "--crate-type", "staticlib", "--", "--print", "native-static-libs")
@@ -252,6 +272,7 @@ def check():
     report.step("cargo clippy without CUDA", run, "cargo", "clippy", "--locked", "--no-default-features", "--all-targets", "--", "-D", "warnings")
     report.step("cargo doc", lambda: run("cargo", "doc", "--locked", "--no-deps", env={"RUSTDOCFLAGS": "-D warnings -A rustdoc::private-intra-doc-links"}))
     report.step("header as generated, and its changelog", run, "cargo", "test", "--locked", "--test", "header")
+    report.step("CUDA kernels, NVRTC, every architecture", cuda_kernels_compile)
     report.step("build of the library", lambda: build_ctests(targets=["pagedkv_cargo"]))
     report.step("exported symbols, SONAME", exported_symbols)
     report.step("static link line", static_link_line)

@@ -322,7 +322,7 @@ template <class T, class C> PKV_DEVICE void attention(const MlaPrefillAttentionP
 
         PKV_UNROLL
         for (u32 k = 0; k < C::KEYS; k += 16) {
-            const float (&s0)[4] = score[k / 8], (&s1)[4] = score[k / 8 + 1];
+            const float(&s0)[4] = score[k / 8], (&s1)[4] = score[k / 8 + 1];
             const u32 a[4] = {from_f32x2<T>(s0[0], s0[1]), from_f32x2<T>(s0[2], s0[3]), from_f32x2<T>(s1[0], s1[1]),
                               from_f32x2<T>(s1[2], s1[3])};
             PKV_UNROLL

@@ -151,7 +151,7 @@ PKV_DEVICE void store_row_as(const CacheParams &cache, Slot slot, u32 head, cons
 }
 
 template <class T, u32 N> PKV_DEVICE void store_row(const CacheParams &cache, Slot slot, u32 head, const T *row) {
-    switch (cache.dtype) {
+    switch (opaque(cache.dtype)) {
     case DTYPE_F32: store_row_as<T, float, N>(cache, slot, head, row); break;
     case DTYPE_F16: store_row_as<T, f16, N>(cache, slot, head, row); break;
     case DTYPE_BF16: store_row_as<T, bf16, N>(cache, slot, head, row); break;
@@ -175,7 +175,7 @@ PKV_DEVICE void load_cached_as(const CacheParams &cache, Slot slot, u32 head, u3
 }
 
 template <u32 N> PKV_DEVICE void load_cached(const CacheParams &cache, Slot slot, u32 head, u32 c, float (&x)[N]) {
-    switch (cache.dtype) {
+    switch (opaque(cache.dtype)) {
     case DTYPE_F32: load_cached_as<float, N>(cache, slot, head, c, x); break;
     case DTYPE_F16: load_cached_as<f16, N>(cache, slot, head, c, x); break;
     case DTYPE_BF16: load_cached_as<bf16, N>(cache, slot, head, c, x); break;

@@ -6,8 +6,10 @@
 // allocation ends at a closed page (up to its alignment of 256; the bytes between are checked when it is freed), and
 // no address is given out twice. New memory is filled with 0xff.
 //
-// An image is what fake_nvrtc.cpp makes: "PKVEMU1 <source file> <arch> <hash>\n"; it holds the entry points that the
-// emulation compiled from that file. Anything else is CUDA_ERROR_INVALID_IMAGE.
+// An image is what fake_nvrtc.cpp makes: "PKVEMU1 <source file> <kind><arch> <hash>\n" (kind sm_ or compute_); it holds
+// the entry points that the emulation compiled from that file. Or a fatbin of nvcc's with machine code or PTX that
+// would run on the device: it holds every entry point, since which file it came from cannot be told. Anything else is
+// CUDA_ERROR_INVALID_IMAGE.
 //
 // Environment
 //   PKV_EMU_DEVICES=n     devices (default 1); 0: cuInit says CUDA_ERROR_NO_DEVICE
@@ -247,21 +249,51 @@ struct Library {
 
 int arch() { return int(environment("PKV_EMU_ARCH", 90)); }
 
+// Whether one of a fatbin's entries runs on the device: machine code of its major version and at most its minor, or PTX
+// of at most its version. (Code for sm_90a and the like is not told from sm_90's.)
+bool fatbin_runs(const u8 *image) {
+    u64 size;
+    u16 header;
+    memcpy(&header, image + 6, 2);
+    memcpy(&size, image + 8, 8);
+    for (const u8 *at = image + header, *end = at + size; at < end;) {
+        u16 kind;
+        u32 entry_header, built_for;
+        u64 payload;
+        memcpy(&kind, at, 2);
+        memcpy(&entry_header, at + 4, 4);
+        memcpy(&payload, at + 8, 8);
+        memcpy(&built_for, at + 28, 4);
+        const bool ptx = kind == 1;
+        if (int(built_for) <= arch() && (ptx || int(built_for / 10) == arch() / 10)) return true;
+        at += entry_header + payload;
+    }
+    return false;
+}
+
 Result load(Library **out, const void *image) {
     if (!image || !out) return INVALID_VALUE;
     if (forbidden_by_capture()) return CAPTURE_UNSUPPORTED;
+    constexpr u32 FATBIN = 0xba55ed50;
+    if (memcmp(image, &FATBIN, 4) == 0) {
+        if (!fatbin_runs(static_cast<const u8 *>(image))) return NO_BINARY_FOR_GPU;
+        *out = new Library{"", {}};
+        return OK;
+    }
     if (memcmp(image, "PKVEMU1 ", 8) != 0) return INVALID_IMAGE;
-    char file[128];
+    char file[128], kind[16];
     int built_for = 0;
-    if (sscanf(static_cast<const char *>(image), "PKVEMU1 %127s %d", file, &built_for) != 2) return INVALID_IMAGE;
-    if (built_for != arch()) return NO_BINARY_FOR_GPU;
+    if (sscanf(static_cast<const char *>(image), "PKVEMU1 %127s %15[a-z_]%d", file, kind, &built_for) != 3)
+        return INVALID_IMAGE;
+    const bool ptx = strcmp(kind, "compute_") == 0;
+    if (ptx ? built_for > arch() : built_for != arch()) return NO_BINARY_FOR_GPU;
     if (!pkv_emu::has_kernels_of(file)) return INVALID_IMAGE;
     *out = new Library{file, {}};
     return OK;
 }
 
 Result find(Function **out, Library *library, const char *name) {
-    const pkv_emu::Kernel *kernel = pkv_emu::find_kernel(name, library->file.c_str());
+    const pkv_emu::Kernel *kernel = pkv_emu::find_kernel(name, library->file.empty() ? nullptr : library->file.c_str());
     if (!kernel) return NOT_FOUND;
     Lock lock(mutex);
     auto &f = library->functions[name];

@@ -3,11 +3,13 @@
 // over.
 //
 // Environment: PKV_EMU_NVRTC_FAIL=1 makes every compilation fail. pkv_emu_nvrtc_count(): compilations so far.
+// It knows the architectures of NVRTC 13.0.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <set>
 #include <string>
@@ -17,6 +19,7 @@ enum Result { OK = 0, INVALID_INPUT = 3, INVALID_OPTION = 5, COMPILATION = 6 };
 struct Program {
     std::string name, source, image, log;
     std::map<std::string, std::string> headers;
+    bool ptx = false;
 };
 
 static std::atomic<long> compilations;
@@ -58,6 +61,15 @@ int nvrtcVersion(int *major, int *minor) {
 const char *nvrtcGetErrorString(int code) {
     return code == OK ? "NVRTC_SUCCESS" : code == COMPILATION ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR";
 }
+static const int archs[] = {75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121};
+int nvrtcGetNumSupportedArchs(int *count) {
+    *count = int(std::size(archs));
+    return OK;
+}
+int nvrtcGetSupportedArchs(int *out) {
+    std::copy(std::begin(archs), std::end(archs), out);
+    return OK;
+}
 int nvrtcCreateProgram(Program **out, const char *source, const char *name, int count, const char *const *headers,
                        const char *const *names) {
     if (!out || !source) return INVALID_INPUT;
@@ -69,16 +81,18 @@ int nvrtcCreateProgram(Program **out, const char *source, const char *name, int 
 int nvrtcCompileProgram(Program *p, int count, const char *const *options) {
     compilations++;
     int arch = 0;
+    char kind[16] = "";
     for (int i = 0; i < count; i++) {
-        if (sscanf(options[i], "--gpu-architecture=sm_%d", &arch) == 1) continue;
+        if (sscanf(options[i], "--gpu-architecture=%15[a-z_]%d", kind, &arch) == 2) continue;
         if (strncmp(options[i], "--std=", 6) != 0 && strncmp(options[i], "--fmad=", 7) != 0 &&
             strncmp(options[i], "-D", 2) != 0) {
             p->log = "unknown option " + std::string(options[i]);
             return INVALID_OPTION;
         }
     }
-    if (!arch) {
-        p->log = "no architecture";
+    p->ptx = strcmp(kind, "compute_") == 0;
+    if (std::find(std::begin(archs), std::end(archs), arch) == std::end(archs)) {
+        p->log = "invalid value for --gpu-architecture";
         return INVALID_OPTION;
     }
     std::set<std::string> seen;
@@ -94,18 +108,24 @@ int nvrtcCompileProgram(Program *p, int count, const char *const *options) {
     add(p->source);
     for (auto &[name, text] : p->headers) add(text);
     char image[256];
-    snprintf(image, sizeof image, "PKVEMU1 %s %d %016llx\n", p->name.c_str(), arch, hash);
+    snprintf(image, sizeof image, "PKVEMU1 %s %s%d %016llx\n", p->name.c_str(), kind, arch, hash);
     p->image = image;
     return OK;
 }
-int nvrtcGetCUBINSize(Program *p, size_t *size) {
+static int image_size(Program *p, size_t *size, bool ptx) {
+    if (p->ptx != ptx) return INVALID_INPUT;
     *size = p->image.size() + 1;
     return OK;
 }
-int nvrtcGetCUBIN(Program *p, char *image) {
+static int get_image(Program *p, char *image, bool ptx) {
+    if (p->ptx != ptx) return INVALID_INPUT;
     memcpy(image, p->image.c_str(), p->image.size() + 1);
     return OK;
 }
+int nvrtcGetCUBINSize(Program *p, size_t *size) { return image_size(p, size, false); }
+int nvrtcGetCUBIN(Program *p, char *image) { return get_image(p, image, false); }
+int nvrtcGetPTXSize(Program *p, size_t *size) { return image_size(p, size, true); }
+int nvrtcGetPTX(Program *p, char *image) { return get_image(p, image, true); }
 int nvrtcGetProgramLogSize(Program *p, size_t *size) {
     *size = p->log.size() + 1;
     return OK;

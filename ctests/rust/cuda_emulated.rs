@@ -877,6 +877,7 @@ fn no_memory() {
 }
 
 #[test]
+#[cfg(not(feature = "cuda-fatbin"))]
 fn the_compiler_fails() {
     emulated("the_compiler_fails", &[("PKV_EMU_NVRTC_FAIL", "1")], || {
         let scene = Scene::new();
@@ -887,15 +888,73 @@ fn the_compiler_fails() {
 }
 
 #[test]
+#[cfg(not(feature = "cuda-fatbin"))]
 fn no_compiler() {
     emulated("no_compiler", &[("LD_LIBRARY_PATH", "driver-only")], || {
         let scene = Scene::new();
         let (status, _, message, _) = scene.store(Stream::NULL, NO_WORKSPACE).unwrap_err();
-        if cfg!(feature = "cuda-fatbin") {
-            return; // the fake driver cannot run real machine code, but it got some
-        }
         assert_eq!(status, PKV_ERR_UNSUPPORTED, "{message}");
         assert!(message.contains("NVRTC"), "{message}");
+    });
+}
+
+/// The machine code inside the library is what runs, for a card that it has code for and for one that must translate its PTX.
+#[test]
+#[cfg(feature = "cuda-fatbin")]
+fn no_compiler_is_needed() {
+    for arch in ["80", "130"] {
+        let env = [("LD_LIBRARY_PATH", "driver-only"), ("PKV_EMU_ARCH", arch)];
+        emulated("no_compiler_is_needed", &env, || {
+            let scene = Scene::new();
+            scene.store(Stream::NULL, NO_WORKSPACE).unwrap();
+            assert_eq!(scene.written(), SCENE_SLOTS);
+            assert_eq!((count("cuLibraryLoadData"), cache_files().len()), (1, 0));
+        });
+        if in_child("no_compiler_is_needed") {
+            return;
+        }
+    }
+}
+
+/// NVRTC by path: its folder, the file, and what is not there.
+#[test]
+#[cfg(not(feature = "cuda-fatbin"))]
+fn the_compiler_is_where_the_environment_says() {
+    let name = "the_compiler_is_where_the_environment_says";
+    for place in ["", "libnvrtc.so.13", "nowhere", "driver-only"] {
+        let path = emulation().join(place);
+        let env = [("LD_LIBRARY_PATH", "driver-only"), ("PAGEDKV_NVRTC", path.to_str().unwrap()), ("PLACE", place)];
+        emulated(name, &env, || {
+            let scene = Scene::new();
+            match (std::env::var("PLACE").unwrap().as_str(), scene.store(Stream::NULL, NO_WORKSPACE)) {
+                ("" | "libnvrtc.so.13", result) => {
+                    result.unwrap();
+                    assert_eq!(scene.written(), SCENE_SLOTS);
+                }
+                (_, result) => {
+                    let (status, _, message, _) = result.unwrap_err();
+                    assert_eq!(status, PKV_ERR_UNSUPPORTED, "{message}");
+                    assert!(message.contains("PAGEDKV_NVRTC=/"), "{message}");
+                }
+            }
+        });
+        if in_child(name) {
+            return;
+        }
+    }
+}
+
+/// A card newer than the compiler runs PTX, which is cached as machine code is.
+#[test]
+#[cfg(not(feature = "cuda-fatbin"))]
+fn a_card_that_the_compiler_does_not_know() {
+    emulated("a_card_that_the_compiler_does_not_know", &[("PKV_EMU_ARCH", "130")], || {
+        let scene = Scene::new();
+        scene.store(Stream::NULL, NO_WORKSPACE).unwrap();
+        assert_eq!(scene.written(), SCENE_SLOTS);
+        let files = cache_files();
+        assert!(files.len() == 1 && files[0].extension().is_some_and(|e| e == "ptx"), "{files:?}");
+        assert!(files[0].to_str().unwrap().contains("compute_80"), "{files:?}");
     });
 }
 
@@ -935,6 +994,7 @@ fn qkv_is_unsupported_and_says_so() {
 // ---- the cache of compiled kernels ----
 
 #[test]
+#[cfg(not(feature = "cuda-fatbin"))]
 fn eight_threads_compile_once() {
     emulated("eight_threads_compile_once", &[], || {
         let scene = Scene::new();
@@ -954,6 +1014,7 @@ fn cache_files() -> Vec<std::path::PathBuf> {
 }
 
 #[test]
+#[cfg(not(feature = "cuda-fatbin"))]
 fn a_second_process_finds_the_first_ones_code() {
     let cache = temporary("second_process");
     let name = "a_second_process_finds_the_first_ones_code";
@@ -978,6 +1039,7 @@ fn a_second_process_finds_the_first_ones_code() {
 }
 
 #[test]
+#[cfg(not(feature = "cuda-fatbin"))]
 fn processes_share_a_cold_cache() {
     let cache = temporary("shared_cache");
     let name = "processes_share_a_cold_cache";

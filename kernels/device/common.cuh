@@ -15,6 +15,8 @@
 //   PKV_ARCH                           80, 89, 90, 100, 120: what the code is compiled for
 //   PKV_UNROLL, PKV_UNROLL_NO          before a loop: wholly, not at all
 //   f32_inf(), f32_nan(), ceil_div, round_up
+//   opaque(x)                          x, of which the compiler knows nothing: a switch over opaque(dtype) stays one
+//                                      switch, where the compiler would else make a copy of the loops around it a case
 //
 // Kernels are compiled with --fmad=false: a product and a sum stay two roundings unless the source says fmaf. The CPU
 // does the same, which is what makes their results comparable to the bit.
@@ -50,6 +52,12 @@ using i64 = long long;
 
 #endif
 
+PKV_DEVICE i32 opaque(i32 x) {
+#ifndef PKV_EMULATE
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
 PKV_DEVICE float f32_inf() { return __uint_as_float(0x7f800000u); }
 PKV_DEVICE float f32_nan() { return __uint_as_float(0x7fc00000u); }
 template <class T> PKV_DEVICE constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }

@@ -1,5 +1,6 @@
-//! Machine code of a kernel file for one architecture, from the first road that leads there: a fatbin inside the library, a cubin
-//! that an earlier process left on disk, NVRTC on the source inside the library.
+//! Machine code of a kernel file for one architecture, from the first road that leads there: a fatbin inside the library, what an earlier
+//! process left on disk, NVRTC on the source inside the library. For a card that NVRTC is too old to know, PTX of the lowest architecture,
+//! which the driver translates (a fatbin carries the same).
 
 use super::nvrtc::Nvrtc;
 use crate::context::{Level, Log};
@@ -34,17 +35,23 @@ pub fn arch_name((major, minor): (i32, i32)) -> String {
     format!("sm_{major}{minor}{suffix}")
 }
 
+/// What NVRTC is asked for: the card's own machine code, else the PTX that every card runs.
+fn target(nvrtc: &Nvrtc, capability: (i32, i32)) -> String {
+    if nvrtc.knows(capability) { arch_name(capability) } else { LOWEST_PTX.to_owned() }
+}
+const LOWEST_PTX: &str = "compute_80";
+
 /// The images to try, in order. Loading one may fail (a fatbin without this architecture, a damaged file), so the caller goes on until
 /// the driver takes one.
-pub fn roads(source: &Source, arch: &str, log: &Log) -> impl Iterator<Item = Result<Vec<u8>, String>> {
+pub fn roads(source: &Source, capability: (i32, i32), log: &Log) -> impl Iterator<Item = Result<Vec<u8>, String>> {
     let mut step = 0;
     std::iter::from_fn(move || {
         loop {
             step += 1;
             let image = match step {
                 1 => source.fatbin.map(|bytes| Ok(bytes.to_vec())),
-                2 => cached(source, arch).map(Ok),
-                3 => Some(compiled(source, arch, log)),
+                2 => cached(source, capability).map(Ok),
+                3 => Some(compiled(source, capability, log)),
                 _ => return None,
             };
             if image.is_some() {
@@ -54,15 +61,19 @@ pub fn roads(source: &Source, arch: &str, log: &Log) -> impl Iterator<Item = Res
     })
 }
 
-fn cached(source: &Source, arch: &str) -> Option<Vec<u8>> {
-    let path = cache_directory()?.join(cache_name(source, arch, Nvrtc::get().ok()?.version));
+fn cached(source: &Source, capability: (i32, i32)) -> Option<Vec<u8>> {
+    let nvrtc = Nvrtc::get().ok()?;
+    let path = cache_directory()?.join(cache_name(source, &target(nvrtc, capability), nvrtc.version));
     fs::read(path).ok().filter(|bytes| !bytes.is_empty())
 }
 
-fn compiled(source: &Source, arch: &str, log: &Log) -> Result<Vec<u8>, String> {
+fn compiled(source: &Source, capability: (i32, i32), log: &Log) -> Result<Vec<u8>, String> {
     let nvrtc = Nvrtc::get()?;
-    let gpu = format!("--gpu-architecture={arch}");
-    let image = nvrtc.compile(source.file, source.text, HEADERS, &[&gpu, OPTIONS[0], OPTIONS[1]])?;
+    let arch = &target(nvrtc, capability);
+    let (image, remarks) = nvrtc.compile(source.file, source.text, HEADERS, arch, &OPTIONS)?;
+    if !remarks.is_empty() {
+        log.write(Level::Debug, "cuda", &format!("NVRTC on {} for {arch}: {remarks}", source.file));
+    }
     if let Some(directory) = cache_directory() {
         let path = directory.join(cache_name(source, arch, nvrtc.version));
         if let Err(e) = write_whole(&path, &image) {
@@ -94,7 +105,8 @@ fn cache_name(source: &Source, arch: &str, (major, minor): (i32, i32)) -> String
     HEADERS.iter().for_each(|(name, text)| [name, text].into_iter().for_each(|t| add(t)));
     OPTIONS.into_iter().for_each(&mut add);
     let stem = source.file.trim_end_matches(".cu");
-    format!("{stem}-{arch}-nvrtc{major}.{minor}-{hash:032x}.cubin")
+    let kind = if arch.starts_with("sm_") { "cubin" } else { "ptx" };
+    format!("{stem}-{arch}-nvrtc{major}.{minor}-{hash:032x}.{kind}")
 }
 
 /// Readers see the whole file or none, whatever other processes do: written beside, then renamed.
@@ -136,6 +148,45 @@ mod tests {
             cache_name(&base, "sm_80", (12, 8)),
         ];
         assert!((0..4).all(|i| (0..i).all(|j| names[i] != names[j])), "{names:?}");
+    }
+
+    /// Every kernel through the real NVRTC that `PAGEDKV_NVRTC` names, as `compiled` calls it, for the architectures in `ARCHS` (and the PTX);
+    /// spills, stack frames and warnings fail.
+    #[test]
+    #[ignore = "needs NVRTC, and minutes; `run.py check` runs it"]
+    fn nvrtc_takes_every_kernel() {
+        let archs = std::env::var("ARCHS").unwrap_or("sm_80 sm_89 sm_90a sm_100a sm_120a".into());
+        let nvrtc = Nvrtc::get().unwrap();
+        let pairs: Vec<_> =
+            archs.split(' ').flat_map(|arch| SOURCES.iter().map(move |source| (source, arch))).collect();
+        let next = AtomicU64::new(0);
+        let faults = std::sync::Mutex::new(Vec::new());
+        let work = || {
+            while let Some((source, arch)) = pairs.get(next.fetch_add(1, Ordering::Relaxed) as usize) {
+                let options = [&OPTIONS[..], &["--ptxas-options=-v"]].concat();
+                let fault = match nvrtc.compile(source.file, source.text, HEADERS, arch, &options) {
+                    Err(e) => Some(e),
+                    Ok((_, log)) => {
+                        let entries = log.matches("Compiling entry function").count();
+                        let clean =
+                            log.matches(" 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads").count();
+                        let kernels = entries > 0 || arch.starts_with("compute_");
+                        (!kernels || clean != entries || log.contains("warning")).then_some(log)
+                    }
+                };
+                faults.lock().unwrap().extend(fault.map(|text| format!("{} for {arch}: {text}", source.file)));
+            }
+        };
+        std::thread::scope(|s| {
+            for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+                s.spawn(work);
+            }
+        });
+        let faults = faults.into_inner().unwrap();
+        assert!(faults.is_empty(), "{}", faults.join("\n"));
+        assert!(nvrtc.knows((9, 0)) && !nvrtc.knows((99, 0)));
+        let (ptx, _) = nvrtc.compile(SOURCES[0].file, SOURCES[0].text, HEADERS, LOWEST_PTX, &OPTIONS).unwrap();
+        assert!(String::from_utf8_lossy(&ptx).contains(".target sm_80"));
     }
 
     #[test]

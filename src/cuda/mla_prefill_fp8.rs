@@ -193,7 +193,7 @@ fn scale_stride(rows: usize) -> usize {
 fn refuse(ctx: &Context, a: &Args<'_>) -> Result<(), String> {
     refuse_without_kernels(ctx)?;
     if a.finish.is_some() {
-        rope::refuse(ctx, &a.cache, a.q.dtype)?;
+        rope::refuse(ctx, &a.cache)?;
     }
     let plan = Plan::new(a);
     let head_features = a.nope_dim + a.v_head_dim;

@@ -5,7 +5,6 @@ use super::{Kernel, Shape, THREADS, by_dtype, entries, launch, refuse_without_ke
 use crate::batch::Batch;
 use crate::collection::Cache;
 use crate::context::{Backend, Context};
-use crate::dtype::DType;
 use crate::error::Result;
 use crate::op::Rope;
 use crate::op::mla_rope_rmsnorm_quantize::MlaRopeRmsnormQuantize;
@@ -17,7 +16,7 @@ static KERNELS: [Kernel; 3] = entries!("mla_rope_rmsnorm_quantize");
 
 pub const IMPLS: &[Impl<MlaRopeRmsnormQuantize>] = &[Impl {
     name: "cuda",
-    refuse: |ctx, a| refuse(ctx, &a.cache, a.q_rope.dtype),
+    refuse: |ctx, a| refuse(ctx, &a.cache),
     layout: |_, _, _| {},
     run: |ctx, a, _, stream| {
         let rows = NewRows {
@@ -50,10 +49,10 @@ pub struct NewRows<'a> {
     pub epsilon: f32,
 }
 
-/// A finished row waits in shared memory; warps a block are halved until the rows fit.
-fn warps(ctx: &Context, cache: &Cache, dtype: DType) -> Option<(u32, u32)> {
+/// A row is finished in shared memory, as f32; warps a block are halved until the rows fit.
+fn warps(ctx: &Context, cache: &Cache) -> Option<(u32, u32)> {
     let Backend::Cuda(device) = ctx.backend() else { return None };
-    let row = cache.head_size.next_multiple_of(16 / dtype.size()).checked_mul(dtype.size())?;
+    let row = cache.head_size.checked_next_multiple_of(4)?.checked_mul(4)?;
     [4u32, 2, 1].into_iter().find_map(|warps| {
         let shared = row.checked_mul(warps as usize)?;
         let limit = if warps == 1 { device.max_shared() } else { 48 << 10 };
@@ -61,9 +60,9 @@ fn warps(ctx: &Context, cache: &Cache, dtype: DType) -> Option<(u32, u32)> {
     })
 }
 
-pub fn refuse(ctx: &Context, cache: &Cache, dtype: DType) -> Result<(), String> {
+pub fn refuse(ctx: &Context, cache: &Cache) -> Result<(), String> {
     refuse_without_kernels(ctx)?;
-    match warps(ctx, cache, dtype) {
+    match warps(ctx, cache) {
         Some(_) => Ok(()),
         None => Err(format!("a row of head_size {} does not fit shared memory", cache.head_size)),
     }
@@ -92,7 +91,7 @@ pub fn finish(ctx: &Context, r: &NewRows<'_>, stream: Stream) -> Result<()> {
     let units = if vector { rope_width / unit } else { rope_width / 2 } * heads;
     // Four units a lane: enough loads in flight, and enough warps for a small batch.
     let q_warps = units.div_ceil(4 * 32).max(1) as u32;
-    let (warps, shared) = warps(ctx, r.cache, dtype).expect("refuse has looked");
+    let (warps, shared) = warps(ctx, r.cache).expect("refuse has looked");
     let params = MlaRopeRmsnormQuantizeParams {
         batch: BatchParams::new(r.batch),
         cache,

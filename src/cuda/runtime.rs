@@ -307,7 +307,7 @@ impl Device {
         let arch = image::arch_name(inner.capability);
         let mut reasons = Vec::new();
         let mut native_code = 0;
-        for image in image::roads(image::source(file), &arch, log) {
+        for image in image::roads(image::source(file), inner.capability, log) {
             let refused = match image {
                 Err(reason) => reason,
                 Ok(bytes) => {

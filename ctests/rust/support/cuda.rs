@@ -28,6 +28,11 @@ fn build(sanitize: Option<&str>) -> PathBuf {
     out
 }
 
+/// The folder of the fake libraries.
+pub fn emulation() -> &'static Path {
+    if std::env::var_os(CHILD).is_some() { Path::new("") } else { plain() }
+}
+
 fn plain() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| build(None))
