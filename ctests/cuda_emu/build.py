@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Builds the CUDA emulation with g++ alone, incrementally.
 
-    build.py OUTDIR [--sanitize address|thread] [--check] [--arch 90] [--jobs N]
+    build.py OUTDIR [--sanitize address|thread] [--check] [--gpu-tests LIBDIR] [--arch 90] [--jobs N]
 
 OUTDIR gets
     libcuda.so.1, libnvrtc.so.13    a fake driver and a fake NVRTC that run kernels/*.cu on the CPU (see fake_cuda.cpp);
                                     found through LD_LIBRARY_PATH=OUTDIR by a process that opens them at run time
     old/libcuda.so.1                the same as an old driver: without cuLibraryLoadData
 --check also builds one program for each ctests/cuda_emu/*test.cpp (direct launches, no driver), runs them in both orders,
-and plants the faults that a sanitizer must see.
+and plants the faults that a sanitizer must see. With --sanitize it is the self-test alone: the kernels are run by
+--gpu-tests, which builds ctests/gpu/gpu_tests.cpp with the same sanitizer, on the libpagedkv.so in LIBDIR.
 """
 
 import argparse
@@ -54,6 +55,7 @@ def main():
     parser.add_argument("outdir", type=pathlib.Path)
     parser.add_argument("--sanitize", choices=["address", "thread"])
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--gpu-tests", type=pathlib.Path, metavar="LIBDIR")
     parser.add_argument("--arch", type=int, default=90, help="compute capability that the kernels are compiled for")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
@@ -93,13 +95,14 @@ def main():
     # emu.cpp orders its own accesses by construction and must not be judged by the race detector.
     core_sanitize = [] if args.sanitize == "thread" else sanitize
     kernels = sorted(KERNELS.glob("*.cu"))
-    tests = sorted(HERE.glob("*test.cpp")) if args.check else []
+    tests = sorted(HERE.glob("selftest.cpp" if args.sanitize else "*test.cpp")) if args.check else []
+    yardstick = ROOT / "ctests/gpu/matrix_rate.cu"
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         core = [
             pool.submit(compile_one, HERE / "emu.cpp", core_sanitize),
             pool.submit(compile_one, HERE / "async_copy.cpp", sanitize),
         ]
-        kernel_objects = [pool.submit(compile_one, k, sanitize) for k in kernels]
+        kernel_objects = [pool.submit(compile_one, k, sanitize) for k in [*kernels, yardstick]]
         test_objects = {t: pool.submit(compile_one, t, sanitize) for t in tests}
         fake = (
             [pool.submit(compile_one, HERE / "fake_cuda.cpp", core_sanitize)]
@@ -136,6 +139,12 @@ def main():
     if nvrtc:
         link(out / "libnvrtc.so.13", nvrtc, ["-shared", "-Wl,-soname,libnvrtc.so.13"])
     programs = [link(out / t.stem, [test_objects[t].result()] + core + kernel_objects) for t in tests]
+    if args.gpu_tests:
+        source, program, library = ROOT / "ctests/gpu/gpu_tests.cpp", out / "gpu_tests", args.gpu_tests.resolve()
+        inputs = [source, source.with_name("gpu.hpp"), library / "libpagedkv.so"]
+        if not program.exists() or any(i.stat().st_mtime > program.stat().st_mtime for i in inputs):
+            linked = [f"-L{library}", "-lpagedkv", f"-Wl,-rpath,{library}", "-lpthread", "-ldl"]
+            run([cxx, "-std=c++17", "-O1", "-g", *sanitize, f"-I{ROOT}/include", str(source), *linked, "-o", str(program)])
     if not args.check:
         return
 

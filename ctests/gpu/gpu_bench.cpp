@@ -271,7 +271,7 @@ int main(int argc, char **argv) {
     if (!out) die(std::string("cannot write ") + argv[1]);
     fprintf(out,
             "{\n  \"device\": \"%s\", \"compute_capability\": %d, \"l2_bytes\": %zu, \"build\": \"%s\",\n  "
-            "\"copy_gb_per_s\": %.1f, \"mma_bf16_tflop_per_s\": %.2f,\n  \"kernels\": [%s\n  ]\n}\n",
+            "\"copy_gb_per_s\": %.1f, \"mma_bf16_tflop_per_s\": %.6g,\n  \"kernels\": [%s\n  ]\n}\n",
             device.c_str(), capability, l2, pkv_build_info(), bandwidth, rate, json.c_str());
     fclose(out);
     return all_right ? 0 : 1;

@@ -528,32 +528,6 @@ fn odd_shapes_in_reverse_order() {
     });
 }
 
-#[test]
-#[ignore = "builds the emulation once more, with a sanitizer: minutes"]
-fn no_access_out_of_bounds() {
-    sanitized("no_access_out_of_bounds", "address", || {
-        store_grid(9);
-        gather_grid(10);
-        rope_grid(11);
-        merge_grid(12);
-        prefill_grid(32, 6);
-        indexer_grid(52, 6);
-    });
-}
-
-#[test]
-#[ignore = "builds the emulation once more, with a sanitizer: minutes"]
-fn no_race() {
-    sanitized("no_race", "thread", || {
-        store_grid(13);
-        gather_grid(14);
-        rope_grid(15);
-        merge_grid(16);
-        prefill_grid(36, 6);
-        indexer_grid(56, 6);
-    });
-}
-
 /// A grid dimension of 65535 is no limit.
 #[test]
 fn many_tokens() {

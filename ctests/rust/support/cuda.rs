@@ -10,13 +10,10 @@ use std::sync::OnceLock;
 
 const CHILD: &str = "PAGEDKV_EMULATED_TEST";
 
-fn build(sanitize: Option<&str>) -> PathBuf {
-    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("cuda_emu_{}", sanitize.unwrap_or("plain")));
+fn build() -> PathBuf {
+    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda_emu_plain");
     let mut command = Command::new("python3");
     command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/ctests/cuda_emu/build.py")).arg(&out);
-    if let Some(kind) = sanitize {
-        command.args(["--sanitize", kind]);
-    }
     let output = command.output().expect("the emulation needs python3");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     // A driver without NVRTC beside it.
@@ -35,7 +32,7 @@ pub fn emulation() -> &'static Path {
 
 fn plain() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| build(None))
+    BUILT.get_or_init(|| build())
 }
 
 /// An empty folder of this test's own.
@@ -65,7 +62,7 @@ pub fn child(test: &str, env: &[(&str, &str)], body: impl FnOnce()) -> Option<Ou
 fn start(test: &str, libraries: &Path, env: &[(&str, &str)]) -> Output {
     let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("cache_{test}_{}", std::process::id()));
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args([test, "--exact", "--nocapture", "--include-ignored", "--test-threads=1"]);
+    command.args([test, "--exact", "--nocapture", "--test-threads=1"]);
     command.env(CHILD, test).env("LD_LIBRARY_PATH", libraries).env("PAGEDKV_CACHE_DIR", &cache);
     for &(name, value) in env {
         match name {
@@ -89,22 +86,6 @@ pub fn emulated(test: &str, env: &[(&str, &str)], body: impl FnOnce()) {
     if let Some(output) = child(test, env, body) {
         must_succeed(output);
     }
-}
-
-/// The same with kernels compiled by `-fsanitize=address` or `thread`.
-pub fn sanitized(test: &str, kind: &str, body: impl FnOnce()) {
-    if in_child(test) {
-        return body();
-    }
-    let name = if kind == "address" { "libasan.so" } else { "libtsan.so" };
-    let found = Command::new("g++").arg(format!("-print-file-name={name}")).output().expect("the emulation needs g++");
-    let runtime = String::from_utf8(found.stdout).unwrap().trim().to_string();
-    let env = [
-        ("LD_PRELOAD", runtime.as_str()),
-        ("ASAN_OPTIONS", "detect_leaks=0"),
-        ("TSAN_OPTIONS", "report_signal_unsafe=0"),
-    ];
-    must_succeed(start(test, &build(Some(kind)), &env));
 }
 
 // ---- the fake driver ----
