@@ -6,7 +6,7 @@
     python3 ctests/run.py check            formatting, lints, header, exported symbols, static link line, CUDA kernels through NVRTC
     python3 ctests/run.py sanitize         the C tests under AddressSanitizer, the threaded ones under ThreadSanitizer
     python3 ctests/run.py fuzz [SECONDS]   every fuzz target for a bounded time (default 20 s each)
-    python3 ctests/run.py bench [ARGS...]  benchmarks; each checks its answers
+    python3 ctests/run.py bench [ARGS...]  the GGUF projection beside its peers; `bench mla`: the FP8 MLA kernels beside PyTorch; each checks its answers
     python3 ctests/run.py gpu-check        a folder that tests and times every CUDA kernel on a machine with an NVIDIA driver; run here if there is one
 
 Needs Rust, a C and C++ compiler and Python 3 (with pip or venv). CMake, Go and Zig are taken from the machine where they are recent

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""The GGUF QKV projection beside its peers: fetches them, builds the driver, runs it, keeps the record.
+"""The benchmarks: fetches the peers, builds the driver, runs it, keeps the record.
 
-    python3 ctests/run.py bench [--no-peers] [--no-record] [options of gguf_bench.cpp]
+    python3 ctests/run.py bench [--no-peers] [--no-record] [options of gguf_bench.cpp]     the GGUF QKV projection
+    python3 ctests/run.py bench mla [--no-record] [options of mla_bench.py]                the FP8 MLA kernels, store, gather, merge
 
 Peers, as their registries serve them, pinned: ik_llama.cpp's ggml (PyPI ik-llama-cpp-python) and llama.cpp's (npm @node-llama-cpp/linux-x64, where npm is
-installed). Nothing else may be busy on the machine: a second busy process halves a two-thread run.
+installed); for the MLA kernels PyTorch (PyPI torch, 5 GB with what it depends on; PAGEDKV_TORCH_PYTHON names a Python that has it already). Nothing else may be busy on the machine: a second busy process halves a two-thread run.
 """
 
 import datetime
@@ -23,6 +24,7 @@ BENCH = runner.CTESTS / "bench"
 BUILD = runner.TARGET / "bench"
 IK = ("ik-llama-cpp-python", "0.1.5")
 MAINLINE = ("@node-llama-cpp/linux-x64", "3.22.1")
+TORCH = ("torch==2.15.0", "numpy==2.4.6")
 
 
 def unpacked(name, fetch, unpack):
@@ -65,13 +67,29 @@ def peers():
     return options, folders
 
 
-def build():
+def torch_python():
+    """A Python that has PyTorch."""
+    if os.environ.get("PAGEDKV_TORCH_PYTHON"):
+        return Path(os.environ["PAGEDKV_TORCH_PYTHON"])
+    home = runner.TOOLS / TORCH[0].replace("==", "-")
+    if not (home / "complete").exists():
+        runner.run(sys.executable, "-m", "venv", "--clear", home)
+        runner.run(home / "bin/python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:", *TORCH)
+        (home / "complete").touch()
+    return home / "bin/python"
+
+
+def library():
     BUILD.mkdir(parents=True, exist_ok=True)
     runner.run("cargo", "build", "--locked", "--release", "--lib")
-    library = runner.TARGET / "release/libpagedkv.so"
+    return runner.TARGET / "release/libpagedkv.so"
+
+
+def build():
+    library_file = library()
     soname = BUILD / "libpagedkv.so.0"
     soname.unlink(missing_ok=True)
-    soname.symlink_to(library)
+    soname.symlink_to(library_file)
     compiler = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-Wall", "-Wextra", "-I", runner.ROOT / "include", "-I", runner.CTESTS / "examples/cpp"]
     runner.run(*compiler, BENCH / "gguf_bench.cpp", "-o", BUILD / "gguf_bench", soname, f"-Wl,-rpath,{BUILD}", "-ldl", "-lpthread")
     for name, define in (("ik", ["-DPEER_IK"]), ("mainline", [])):
@@ -83,14 +101,32 @@ def processor():
     return re.sub(r"[^a-z0-9]+", "-", found[1].lower()).strip("-") if found else os.uname().machine
 
 
+def record_path(suffix):
+    return BENCH / "record" / processor() / f"{datetime.date.today().isoformat()}{suffix}.json"
+
+
+def mla(*arguments):
+    keep = "--no-record" not in arguments
+    limits = BUILD / "liblimits.so"
+    options = ["--library", library(), "--limits", limits, "--machine", processor()]
+    compiler = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-Wall", "-Wextra", "-fPIC", "-shared"]
+    runner.run(*compiler, BENCH / "limits.cpp", "-o", limits, "-lpthread")
+    if keep:
+        options += ["--record", record_path("-mla")]
+    command = [torch_python(), BENCH / "mla_bench.py", *options, *(a for a in arguments if a != "--no-record")]
+    return subprocess.run(list(map(str, command))).returncode
+
+
 def main(*arguments):
+    if arguments[:1] == ("mla",):
+        return mla(*arguments[1:])
     arguments = list(arguments)
     build()
     options, folders = ([], []) if "--no-peers" in arguments else peers()
     keep = "--no-record" not in arguments
     arguments = [a for a in arguments if a not in ("--no-peers", "--no-record")]
     if keep:
-        record = BENCH / "record" / processor() / f"{datetime.date.today().isoformat()}.json"
+        record = record_path("")
         record.parent.mkdir(parents=True, exist_ok=True)
         options += ["--record", record]
     path = ":".join(map(str, [*folders, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]))
