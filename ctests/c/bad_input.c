@@ -11,7 +11,8 @@ enum seen_by { QUERY_TOO, CALL_ONLY };
 static void refused(enum op op, const char *what, int line, pkv_status status, const char *argument, enum seen_by seen_by)
 {
     const size_t untouched = 0x5a5a5a5a;
-    memcpy(before, w.arena, ARENA);
+    const pkv_buffer workspace = w.workspace;
+    memcpy(before, w.arena, w.used);
     for (int given = 0; given < 2; ++given) {
         if (!given)
             memset(&w.workspace, 0, sizeof w.workspace);
@@ -19,9 +20,8 @@ static void refused(enum op op, const char *what, int line, pkv_status status, c
         snprintf(text, sizeof text, "%s with %s (line %d, %s workspace)", op_names[op], what, line, given ? "given" : "no");
         check_reset();
         check_status(world_run(&w, op, &check_err), status, argument, text, __FILE__, line);
-        check_that(memcmp(before, w.arena, ARENA) == 0, "a refused call writes nothing", text, line);
-        w.workspace.data = w.scratch;
-        w.workspace.size = WORKSPACE;
+        check_that(memcmp(before, w.arena, w.used) == 0, "a refused call writes nothing", text, line);
+        w.workspace = workspace;
     }
     size_t bytes = untouched;
     pkv_error err = {0};
@@ -32,7 +32,7 @@ static void refused(enum op op, const char *what, int line, pkv_status status, c
     else
         check_that(asked == PKV_OK || asked == status, "the query accepts or refuses alike", what, line);
     check_that((asked == PKV_OK) == (bytes != untouched), "the query answers only on PKV_OK", what, line);
-    check_that(memcmp(before, w.arena, ARENA) == 0, "the query writes nothing", what, line);
+    check_that(memcmp(before, w.arena, w.used) == 0, "the query writes nothing", what, line);
 }
 
 /* One row. `mutation` is any statements; afterwards the world is made whole again by the next row. */
@@ -58,7 +58,7 @@ static void valid_calls(void)
         size_t bytes = ~(size_t)0;
         world_reset(&w);
         OK(query_op(w.ctx, (enum op)op, world_params(&w, (enum op)op), &bytes, &check_err));
-        CHECK(bytes <= WORKSPACE);
+        CHECK(bytes <= w.workspace.size);
         OK(world_run(&w, (enum op)op, &check_err));
         memset(&w.workspace, 0, sizeof w.workspace);
         if (op != PREFILL) /* in place: a second run would rope again */
@@ -206,8 +206,8 @@ static void every_op(void)
         BAD(op, PKV_ERR_VALUE, "stream", CALL_ONLY, w.stream.native = (void *)8);
         /* A workspace that is given is checked even where none is needed. */
         world_reset(&w);
-        memcpy(before, w.arena, ARENA);
-        pkv_buffer short_one = w.workspace, unaligned = w.workspace, nowhere = {NULL, WORKSPACE};
+        memcpy(before, w.arena, w.used);
+        pkv_buffer short_one = w.workspace, unaligned = w.workspace, nowhere = {NULL, w.workspace.size};
         short_one.size = bytes ? bytes - 1 : 0;
         unaligned.data = (char *)unaligned.data + 128;
         if (bytes) {
@@ -221,14 +221,14 @@ static void every_op(void)
         }
         REFUSED(run_op(w.ctx, op, no_stream, world_params(&w, op), unaligned, &check_err), PKV_ERR_ALIGNMENT, "workspace");
         REFUSED(run_op(w.ctx, op, no_stream, world_params(&w, op), nowhere, &check_err), PKV_ERR_NULL, "workspace");
-        CHECK(memcmp(before, w.arena, ARENA) == 0);
+        CHECK(memcmp(before, w.arena, w.used) == 0);
 
         /* Exactly the size that was asked for is enough, and not a byte behind it is touched. */
         world_reset(&w);
         pkv_buffer exact = {w.workspace.data, bytes};
         if (bytes)
             OK(run_op(w.ctx, op, no_stream, world_params(&w, op), exact, &check_err));
-        for (size_t at = bytes; at < WORKSPACE; ++at)
+        for (size_t at = bytes; at < w.workspace.size + 256; ++at)
             if (((unsigned char *)exact.data)[at] != 0xa5) {
                 CHECK(!"the workspace ends where the query says");
                 break;
@@ -521,11 +521,9 @@ static void nothing_to_do(void)
         w.batch.input_row_offsets = w.batch.cache_lengths = w.batch.lookup_table = NULL;
         w.gather.buffer_row_offsets = w.gather.cache_offsets = w.prefill.buffer_row_offsets = w.prefill.cache_offsets = NULL;
         w.prefill.buffer_length = 0;
-        memset(w.workspace.data, 0xa5, WORKSPACE);
-        memcpy(before, w.arena, ARENA);
+        world_keep(&w, before);
         OK(world_run(&w, op, &check_err));
-        memset(w.workspace.data, 0xa5, WORKSPACE); /* scratch may be used */
-        CHECK(memcmp(before, w.arena, ARENA) == 0);
+        CHECK(world_kept(&w, before));
 
         if (op == GATHER)
             continue; /* has rows to copy all the same */
@@ -534,10 +532,9 @@ static void nothing_to_do(void)
         w.buffer_row_offsets[1] = 0;
         w.buffer_row_offsets[2] = 2;
         w.prefill.buffer_length = 2;
-        memcpy(before, w.arena, ARENA);
+        world_keep(&w, before);
         OK(world_run(&w, op, &check_err));
-        memset(w.workspace.data, 0xa5, WORKSPACE);
-        CHECK(memcmp(before, w.arena, ARENA) == 0);
+        CHECK(world_kept(&w, before));
     }
     world_reset(&w);
     for (size_t t = 0; t < NUM_TENSORS; ++t)
@@ -546,10 +543,9 @@ static void nothing_to_do(void)
             tensor->shape[0] = 0;
             tensor->data = NULL; /* no elements, no pointer */
         }
-    memcpy(before, w.arena, ARENA);
+    world_keep(&w, before);
     OK(world_run(&w, MERGE, &check_err));
-    memset(w.workspace.data, 0xa5, WORKSPACE);
-    CHECK(memcmp(before, w.arena, ARENA) == 0);
+    CHECK(world_kept(&w, before));
 }
 
 int main(void)

@@ -5,16 +5,15 @@
 static struct world w;
 static unsigned char want[ARENA], dirty[ARENA];
 
-/* The arena after the call, scratch wiped. */
+/* The arena after the call. */
 static void run_to(enum op op, unsigned char *to)
 {
     OK(world_run(&w, op, &check_err));
-    memset(w.scratch, 0xa5, WORKSPACE);
     if (to)
-        memcpy(to, w.arena, ARENA);
+        world_keep(&w, to);
 }
 
-static int same(const unsigned char *other) { return memcmp(other, w.arena, ARENA) == 0; }
+static int same(const unsigned char *other) { return world_kept(&w, other); }
 
 /* Forgive what a call may write: from now on these bytes do not count. */
 static void forgive(void *data, size_t size)
@@ -39,7 +38,7 @@ static void only_the_named_is_written(void)
     for (int i = 0; i < NUM_OPS; ++i) {
         const enum op op = (enum op)i;
         world_reset(&w);
-        memcpy(dirty, w.arena, ARENA);
+        world_keep(&w, dirty);
         run_to(op, want);
         CHECK(!same(dirty)); /* it did something */
         for (int t = 0; t < TOKENS; ++t) {
@@ -106,8 +105,8 @@ static void the_workspace_changes_nothing(void)
         run_to(op, want);
         world_reset(&w);
         OK(query_op(w.ctx, op, world_params(&w, op), &bytes, &check_err));
-        w.workspace.size = bytes; /* to the byte */
-        memset(w.workspace.data, 0xff, WORKSPACE); /* dirty, all NaN */
+        memset(w.workspace.data, 0xff, w.workspace.size); /* dirty, all NaN */
+        w.workspace.size = bytes;                         /* to the byte */
         run_to(op, NULL);
         check_that(same(want), "a workspace of the exact size, dirty", op_names[op], __LINE__);
         world_reset(&w);
@@ -134,6 +133,7 @@ static void empty_sequences_change_nothing(void)
         w.batch.max_cache_length = 5;
         w.gather.buffer_row_offsets = w.prefill.buffer_row_offsets = buffer;
         w.gather.cache_offsets = w.prefill.cache_offsets = offsets; /* nothing from the very end */
+        world_workspace(&w);
         run_to(op, NULL);
         check_that(same(want), "empty sequences change nothing", op_names[op], __LINE__);
     }
@@ -181,6 +181,7 @@ static void padded_buffers(void)
             tensor->data = padded[t];
             tensor->shape[0] += EXTRA;
         }
+        world_workspace(&w);
         OK(world_run(&w, op, &check_err));
         for (int t = 0; t < NUM_TENSORS; ++t) {
             if (!padded[t])
@@ -194,7 +195,6 @@ static void padded_buffers(void)
             memcpy(homes[t], padded[t], bytes);
             free(padded[t]);
         }
-        memset(w.scratch, 0xa5, WORKSPACE);
         check_that(same(want), "padding changes nothing", op_names[op], __LINE__);
     }
 }
@@ -232,7 +232,6 @@ static void alone_as_in_the_batch(void)
             }
             OK(world_run(&w, op, &check_err));
         }
-        memset(w.scratch, 0xa5, WORKSPACE);
         check_that(same(want), "alone as in the batch", op_names[op], __LINE__);
     }
 }

@@ -25,7 +25,7 @@ enum {
     RANK = 128, MLA_HEAD = RANK + R,                        /* the MLA collection: f32 */
     TOP_K = 8,                                              /* the indexer's collection: fp8 with one f32 scale a row */
     BATCH = 2, PAGES = 2, TOKENS = 5, ROWS = 7,             /* sequence 0: 3 new; sequence 1: 2 cached, 2 new; ROWS: 3 + 4 keys */
-    POSITIONS = 8, ARENA = 5 << 20, WORKSPACE = 4 << 20
+    POSITIONS = 8, ARENA = 16 << 20                         /* the most there can be; only what is used is touched */
 };
 
 struct world {
@@ -46,19 +46,20 @@ struct world {
     void *plain_blocks, *mla_blocks, *key_blocks, *key_scales, *weights;
     void *allocation, *scratch;
     unsigned char *arena;
-    size_t used;
+    size_t used, results; /* bytes of the arena; those before the workspace */
 };
 
-/* `size` bytes at a multiple of 256, canaries on both sides. */
+/* `size` dirty bytes at a multiple of 256, canaries on both sides. */
 static inline void *world_take(struct world *w, size_t size)
 {
-    void *here = w->arena + w->used + 256;
+    unsigned char *piece = w->arena + w->used;
     w->used += (size + 255) / 256 * 256 + 512;
     if (w->used > ARENA) {
         printf("the arena is too small\n");
         exit(2);
     }
-    return here;
+    memset(piece, 0xa5, (size + 255) / 256 * 256 + 512);
+    return piece + 256;
 }
 
 static inline pkv_tensor tensor3(void *data, int32_t dtype, int64_t a, int64_t b, int64_t c)
@@ -144,12 +145,64 @@ static inline pkv_gguf_weight_options weight_options(struct world *w, int64_t ro
     return o;
 }
 
-/* The calls as they should be. Undoes what a test has changed; `arena` is filled anew, so outputs are dirty again. */
+static inline void *world_params(struct world *w, enum op op)
+{
+    void *const params[NUM_OPS] = {&w->qkv, &w->rope, &w->prefill, &w->indexer, &w->store, &w->gather, &w->merge};
+    return params[op];
+}
+
+static const size_t params_sizes[NUM_OPS] = {sizeof(pkv_qkv_matmul_gguf_params), sizeof(pkv_mla_rope_rmsnorm_quantize_params), sizeof(pkv_mla_prefill_fp8_params),
+                                             sizeof(pkv_mla_indexer_fp8_params), sizeof(pkv_kv_store_params), sizeof(pkv_kv_gather_params), sizeof(pkv_merge_attention_params)};
+
+static inline pkv_status query_op(const pkv_context *ctx, enum op op, const void *params, size_t *bytes, pkv_error *err)
+{
+    switch (op) {
+    case QKV: return pkv_qkv_matmul_gguf_workspace_size(ctx, (const pkv_qkv_matmul_gguf_params *)params, bytes, err);
+    case ROPE: return pkv_mla_rope_rmsnorm_quantize_workspace_size(ctx, (const pkv_mla_rope_rmsnorm_quantize_params *)params, bytes, err);
+    case PREFILL: return pkv_mla_prefill_fp8_workspace_size(ctx, (const pkv_mla_prefill_fp8_params *)params, bytes, err);
+    case INDEXER: return pkv_mla_indexer_fp8_workspace_size(ctx, (const pkv_mla_indexer_fp8_params *)params, bytes, err);
+    case STORE: return pkv_kv_store_workspace_size(ctx, (const pkv_kv_store_params *)params, bytes, err);
+    case GATHER: return pkv_kv_gather_workspace_size(ctx, (const pkv_kv_gather_params *)params, bytes, err);
+    default: return pkv_merge_attention_workspace_size(ctx, (const pkv_merge_attention_params *)params, bytes, err);
+    }
+}
+
+static inline pkv_status run_op(const pkv_context *ctx, enum op op, pkv_stream stream, const void *params, pkv_buffer workspace, pkv_error *err)
+{
+    switch (op) {
+    case QKV: return pkv_qkv_matmul_gguf(ctx, stream, (const pkv_qkv_matmul_gguf_params *)params, workspace, err);
+    case ROPE: return pkv_mla_rope_rmsnorm_quantize(ctx, stream, (const pkv_mla_rope_rmsnorm_quantize_params *)params, workspace, err);
+    case PREFILL: return pkv_mla_prefill_fp8(ctx, stream, (const pkv_mla_prefill_fp8_params *)params, workspace, err);
+    case INDEXER: return pkv_mla_indexer_fp8(ctx, stream, (const pkv_mla_indexer_fp8_params *)params, workspace, err);
+    case STORE: return pkv_kv_store(ctx, stream, (const pkv_kv_store_params *)params, workspace, err);
+    case GATHER: return pkv_kv_gather(ctx, stream, (const pkv_kv_gather_params *)params, workspace, err);
+    default: return pkv_merge_attention(ctx, stream, (const pkv_merge_attention_params *)params, workspace, err);
+    }
+}
+
+/* A workspace of the size that the hungriest of the calls, as they stand, asks for. It comes last in the arena, so it can change its size; what lies in it
+ * after a call is nobody's result. */
+static inline void world_workspace(struct world *w)
+{
+    w->workspace.size = 4096;
+    for (int op = 0; w->wv && op < NUM_OPS; ++op) {
+        size_t bytes = 0;
+        if (query_op(w->ctx, (enum op)op, world_params(w, (enum op)op), &bytes, NULL) == PKV_OK && bytes > w->workspace.size)
+            w->workspace.size = bytes;
+    }
+    w->used = w->results;
+    w->workspace.data = w->scratch = world_take(w, w->workspace.size);
+}
+
+/* Keeps all that lies in the arena but the workspace, and compares with it. */
+static inline void world_keep(const struct world *w, unsigned char *to) { memcpy(to, w->arena, w->results); }
+static inline int world_kept(const struct world *w, const unsigned char *kept) { return memcmp(kept, w->arena, w->results) == 0; }
+
+/* The calls as they should be. Undoes what a test has changed; the arena is filled anew, so outputs are dirty again. */
 static inline void world_reset(struct world *w)
 {
     static const uint32_t row_offsets[] = {0, 3, 5}, lengths[] = {0, 2}, table[] = {2, 0xffffffffu, 0, 0x7fffffffu}, buffer[] = {0, 3, 7}, zeros[] = {0, 0};
     w->used = 0;
-    memset(w->arena, 0xa5, ARENA);
 
     w->row_offsets = (uint32_t *)world_take(w, sizeof row_offsets);
     w->cache_lengths = (uint32_t *)world_take(w, sizeof lengths);
@@ -198,9 +251,6 @@ static inline void world_reset(struct world *w)
     }
 
     memset(&w->stream, 0, sizeof w->stream);
-    w->scratch = world_take(w, WORKSPACE);
-    w->workspace.data = w->scratch;
-    w->workspace.size = WORKSPACE;
 
     memset(&w->batch, 0, sizeof w->batch);
     w->batch.struct_size = sizeof w->batch;
@@ -292,6 +342,9 @@ static inline void world_reset(struct world *w)
     w->merge.lse_b = tensor2(world_floats(w, TOKENS * 3), PKV_F32, TOKENS, 3);
     w->merge.output = tensor3(world_take(w, TOKENS * 3 * VDIM * 4), PKV_F32, TOKENS, 3, VDIM);
     w->merge.lse = tensor2(world_take(w, TOKENS * 3 * 4), PKV_F32, TOKENS, 3);
+
+    w->results = w->used;
+    world_workspace(w);
 }
 
 static inline void world_open(struct world *w, const pkv_context_options *options)
@@ -322,41 +375,6 @@ static inline void world_close(struct world *w)
     pkv_collection_destroy(w->keys);
     pkv_context_destroy(w->ctx);
     free(w->allocation);
-}
-
-static inline void *world_params(struct world *w, enum op op)
-{
-    void *const params[NUM_OPS] = {&w->qkv, &w->rope, &w->prefill, &w->indexer, &w->store, &w->gather, &w->merge};
-    return params[op];
-}
-
-static const size_t params_sizes[NUM_OPS] = {sizeof(pkv_qkv_matmul_gguf_params), sizeof(pkv_mla_rope_rmsnorm_quantize_params), sizeof(pkv_mla_prefill_fp8_params),
-                                             sizeof(pkv_mla_indexer_fp8_params), sizeof(pkv_kv_store_params), sizeof(pkv_kv_gather_params), sizeof(pkv_merge_attention_params)};
-
-static inline pkv_status query_op(const pkv_context *ctx, enum op op, const void *params, size_t *bytes, pkv_error *err)
-{
-    switch (op) {
-    case QKV: return pkv_qkv_matmul_gguf_workspace_size(ctx, (const pkv_qkv_matmul_gguf_params *)params, bytes, err);
-    case ROPE: return pkv_mla_rope_rmsnorm_quantize_workspace_size(ctx, (const pkv_mla_rope_rmsnorm_quantize_params *)params, bytes, err);
-    case PREFILL: return pkv_mla_prefill_fp8_workspace_size(ctx, (const pkv_mla_prefill_fp8_params *)params, bytes, err);
-    case INDEXER: return pkv_mla_indexer_fp8_workspace_size(ctx, (const pkv_mla_indexer_fp8_params *)params, bytes, err);
-    case STORE: return pkv_kv_store_workspace_size(ctx, (const pkv_kv_store_params *)params, bytes, err);
-    case GATHER: return pkv_kv_gather_workspace_size(ctx, (const pkv_kv_gather_params *)params, bytes, err);
-    default: return pkv_merge_attention_workspace_size(ctx, (const pkv_merge_attention_params *)params, bytes, err);
-    }
-}
-
-static inline pkv_status run_op(const pkv_context *ctx, enum op op, pkv_stream stream, const void *params, pkv_buffer workspace, pkv_error *err)
-{
-    switch (op) {
-    case QKV: return pkv_qkv_matmul_gguf(ctx, stream, (const pkv_qkv_matmul_gguf_params *)params, workspace, err);
-    case ROPE: return pkv_mla_rope_rmsnorm_quantize(ctx, stream, (const pkv_mla_rope_rmsnorm_quantize_params *)params, workspace, err);
-    case PREFILL: return pkv_mla_prefill_fp8(ctx, stream, (const pkv_mla_prefill_fp8_params *)params, workspace, err);
-    case INDEXER: return pkv_mla_indexer_fp8(ctx, stream, (const pkv_mla_indexer_fp8_params *)params, workspace, err);
-    case STORE: return pkv_kv_store(ctx, stream, (const pkv_kv_store_params *)params, workspace, err);
-    case GATHER: return pkv_kv_gather(ctx, stream, (const pkv_kv_gather_params *)params, workspace, err);
-    default: return pkv_merge_attention(ctx, stream, (const pkv_merge_attention_params *)params, workspace, err);
-    }
 }
 
 /* The valid call as it stands in `w`. */
