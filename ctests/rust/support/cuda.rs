@@ -32,7 +32,7 @@ pub fn emulation() -> &'static Path {
 
 fn plain() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| build())
+    BUILT.get_or_init(build)
 }
 
 /// An empty folder of this test's own.
