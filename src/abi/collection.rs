@@ -86,14 +86,7 @@ pub unsafe extern "C" fn pkv_collection_create(
 ) -> pkv_status {
     // SAFETY: the caller's contract is the header's.
     unsafe {
-        guard(err, || {
-            let ctx = &handle(ctx, "ctx")?.0;
-            let options = read(options, "options")?;
-            let collection = out(collection, "out")?;
-            let made = Collection::new(ctx, &options)?;
-            collection.write(Box::into_raw(Box::new(pkv_collection(made))));
-            Ok(())
-        })
+        super::create(ctx, options, collection, err, |ctx, options| Ok(pkv_collection(Collection::new(ctx, options)?)))
     }
 }
 
@@ -101,14 +94,7 @@ pub unsafe extern "C" fn pkv_collection_create(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pkv_collection_destroy(collection: *mut pkv_collection) {
     // SAFETY: the caller's contract is the header's.
-    unsafe {
-        guard(std::ptr::null_mut(), || {
-            if !collection.is_null() {
-                drop(Box::from_raw(collection));
-            }
-            Ok(())
-        });
-    }
+    unsafe { super::destroy(collection) }
 }
 
 /// The options the collection was made with, buffers filled in. out->struct_size is read first, as in every call.

@@ -82,14 +82,7 @@ pub unsafe extern "C" fn pkv_context_create(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pkv_context_destroy(ctx: *mut pkv_context) {
     // SAFETY: the caller's contract is the header's.
-    unsafe {
-        guard(std::ptr::null_mut(), || {
-            if !ctx.is_null() {
-                drop(Box::from_raw(ctx));
-            }
-            Ok(())
-        });
-    }
+    unsafe { super::destroy(ctx) }
 }
 
 /// Threads that a call on this context uses at most, the caller's included; 0 for NULL.

@@ -23,7 +23,7 @@ pub mod types;
 pub mod version;
 pub mod weight;
 
-use crate::context::{Level, Log};
+use crate::context::{Context, Level, Log};
 use crate::error::{Error, Result, Status};
 use crate::panics;
 use crate::plan::Stream;
@@ -197,6 +197,45 @@ pub unsafe fn handle<'a, T>(ptr: *const T, name: &str) -> Result<&'a T> {
 pub unsafe fn out<'a, T>(ptr: *mut T, name: &str) -> Result<&'a mut MaybeUninit<T>> {
     // SAFETY: by contract; MaybeUninit has the same layout.
     unsafe { ptr.cast::<MaybeUninit<T>>().as_mut() }.ok_or_else(|| Error::null(name))
+}
+
+/// The whole of `pkv_X_create` for what belongs to a context.
+///
+/// # Safety
+/// The pointers are NULL or what the header says.
+pub unsafe fn create<O: Versioned, T>(
+    ctx: *const pkv_context,
+    options: *const O,
+    to: *mut *mut T,
+    err: *mut pkv_error,
+    make: impl FnOnce(&Context, &O) -> Result<T>,
+) -> pkv_status {
+    // SAFETY: by contract.
+    unsafe {
+        guard(err, || {
+            let ctx = &handle(ctx, "ctx")?.0;
+            let options = read(options, "options")?;
+            let to = out(to, "out")?;
+            to.write(Box::into_raw(Box::new(make(ctx, &options)?)));
+            Ok(())
+        })
+    }
+}
+
+/// The whole of `pkv_X_destroy`.
+///
+/// # Safety
+/// `ptr` is NULL or a handle made by a create of this library, used by no call any more.
+pub unsafe fn destroy<T>(ptr: *mut T) {
+    // SAFETY: by contract; every create gives away a Box.
+    unsafe {
+        guard(std::ptr::null_mut(), || {
+            if !ptr.is_null() {
+                drop(Box::from_raw(ptr));
+            }
+            Ok(())
+        });
+    }
 }
 
 /// The whole of `pkv_X_workspace_size`.

@@ -1,8 +1,8 @@
 //! GGUF weights.
 
 use super::context::pkv_context;
+use super::guard;
 use super::status::{pkv_error, pkv_status};
-use super::{guard, handle, out, read};
 use crate::error::Error;
 use crate::gguf;
 use crate::weight::Weight;
@@ -65,30 +65,14 @@ pub unsafe extern "C" fn pkv_gguf_weight_create(
     err: *mut pkv_error,
 ) -> pkv_status {
     // SAFETY: the caller's contract is the header's.
-    unsafe {
-        guard(err, || {
-            let ctx = &handle(ctx, "ctx")?.0;
-            let options = read(options, "options")?;
-            let weight = out(weight, "out")?;
-            let made = Weight::new(ctx, &options)?;
-            weight.write(Box::into_raw(Box::new(pkv_gguf_weight(made))));
-            Ok(())
-        })
-    }
+    unsafe { super::create(ctx, options, weight, err, |ctx, options| Ok(pkv_gguf_weight(Weight::new(ctx, options)?))) }
 }
 
 /// Free a weight; borrowed data stays. No call may still use it. NULL is fine.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pkv_gguf_weight_destroy(weight: *mut pkv_gguf_weight) {
     // SAFETY: the caller's contract is the header's.
-    unsafe {
-        guard(std::ptr::null_mut(), || {
-            if !weight.is_null() {
-                drop(Box::from_raw(weight));
-            }
-            Ok(())
-        });
-    }
+    unsafe { super::destroy(weight) }
 }
 
 /// Name ("Q4_K"; never freed), elements and bytes of an encoding's block; any output may be NULL. PKV_ERR_UNSUPPORTED for an encoding that is not built.
