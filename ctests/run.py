@@ -344,8 +344,19 @@ def sanitizer_build(sanitizer, targets=()):
         raise Failed(f"{marker} is not in the library: it was built without the sanitizer")
 
 
+def sanitized_kernels(sanitizer, *tests):
+    """The CUDA kernels on the emulation under a sanitizer, through the library (which is built without); the faults planted in the self-test first."""
+    out = TARGET / f"cuda_emu_{sanitizer}"
+    run(sys.executable, CTESTS / "cuda_emu/build.py", out, "--sanitize", sanitizer, "--check", "--gpu-tests", LIB)
+    return run(out / "gpu_tests", *tests, timeout=600, env={
+        "LD_LIBRARY_PATH": str(out), "PAGEDKV_CACHE_DIR": str(out / "cache"), "PKV_EMU_REVERSE": "1" if sanitizer == "thread" else "0",
+        "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1:report_signal_unsafe=0"})
+
+
 def sanitize():
     report = Report()
+    report.step("build of the library", lambda: build_ctests(targets=["pagedkv_cargo"]))
+    report.step("CUDA kernels, accesses out of bounds", sanitized_kernels, "address", "every_function", "damaged_batches")
     report.step("build with AddressSanitizer", sanitizer_build, "address,undefined")
     report.step("C tests, AddressSanitizer, LeakSanitizer, UBSan", lambda: ctest(
         TARGET / "ctests-address", env={"ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:allocator_may_return_null=1", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}))
