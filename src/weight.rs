@@ -34,8 +34,7 @@ pub struct Packed(HostBuffer);
 impl Packed {
     fn new(ctx: &Context, format: &Format, raw: RawRows<'_>, cols: usize) -> Result<Self> {
         let bytes = qgemm::packed_bytes(format.id, raw.rows, cols);
-        let buffer = HostBuffer::new(bytes, "options.data")?;
-        buffer.advise_huge_pages();
+        let buffer = HostBuffer::huge(bytes, "options.data")?;
         let groups = raw.rows.div_ceil(qgemm::ROWS);
         ctx.threads.run(groups, |g| {
             let len = bytes / groups;

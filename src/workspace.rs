@@ -99,7 +99,7 @@ impl Arena {
 /// Heap memory that lives as long as one call or one handle.
 #[derive(Debug)]
 pub struct HostBuffer {
-    /// The first `ALIGNMENT`-aligned address of the allocation.
+    /// The first aligned address of the allocation.
     ptr: *mut u8,
     len: usize,
     allocation: Option<(*mut u8, Layout)>,
@@ -113,15 +113,34 @@ unsafe impl Sync for HostBuffer {}
 impl HostBuffer {
     /// Uninitialised, `ALIGNMENT`-aligned.
     pub fn new(bytes: usize, argument: &str) -> Result<Self> {
-        Self::with(bytes, argument, |layout| {
+        Self::with(bytes, ALIGNMENT, argument, |layout| {
             // SAFETY: `with` passes a layout of non-zero size.
             unsafe { alloc(layout) }
         })
     }
 
+    /// Uninitialised, in huge pages where whole ones fit: what is streamed again and again misses the TLB less.
+    pub fn huge(bytes: usize, argument: &str) -> Result<Self> {
+        const HUGE: usize = 2 << 20;
+        if bytes < HUGE {
+            return Self::new(bytes, argument);
+        }
+        // The room to align in is never touched, so it costs addresses, not memory.
+        let buffer = Self::with(bytes, HUGE, argument, |layout| {
+            // SAFETY: `with` passes a layout of non-zero size.
+            unsafe { alloc(layout) }
+        })?;
+        #[cfg(target_os = "linux")]
+        // SAFETY: the range lies in this allocation; the advice changes no contents, and refusal does no harm.
+        unsafe {
+            libc::madvise(buffer.ptr.cast(), bytes & !(HUGE - 1), libc::MADV_HUGEPAGE);
+        }
+        Ok(buffer)
+    }
+
     /// Zeroed, `ALIGNMENT`-aligned; large blocks come untouched from the system, so pages cost nothing until they are used.
     pub fn zeroed(bytes: usize, argument: &str) -> Result<Self> {
-        Self::with(bytes, argument, |layout| {
+        Self::with(bytes, ALIGNMENT, argument, |layout| {
             // SAFETY: `with` passes a layout of non-zero size.
             unsafe { alloc_zeroed(layout) }
         })
@@ -129,32 +148,19 @@ impl HostBuffer {
 
     /// The layout asked for has malloc's own alignment, with room to align in: for a larger one the system allocator would zero by writing, and
     /// a cache of many gigabytes would be resident before its first token.
-    fn with(bytes: usize, argument: &str, get: impl FnOnce(Layout) -> *mut u8) -> Result<Self> {
+    fn with(bytes: usize, alignment: usize, argument: &str, get: impl FnOnce(Layout) -> *mut u8) -> Result<Self> {
         if bytes == 0 {
             return Ok(HostBuffer { ptr: std::ptr::null_mut(), len: 0, allocation: None });
         }
-        let layout = bytes.checked_add(ALIGNMENT).and_then(|n| Layout::from_size_align(n, 16).ok());
+        let layout = bytes.checked_add(alignment).and_then(|n| Layout::from_size_align(n, 16).ok());
         let layout = layout.ok_or_else(|| Error::no_memory(argument, bytes))?;
         let base = get(layout);
         if base.is_null() {
             return Err(Error::no_memory(argument, bytes));
         }
-        // SAFETY: less than ALIGNMENT bytes in, which the layout has beyond `bytes`.
-        let ptr = unsafe { base.add(base.addr().wrapping_neg() % ALIGNMENT) };
+        // SAFETY: less than `alignment` bytes in, which the layout has beyond `bytes`.
+        let ptr = unsafe { base.add(base.addr().wrapping_neg() % alignment) };
         Ok(HostBuffer { ptr, len: bytes, allocation: Some((base, layout)) })
-    }
-
-    /// Ask for huge pages where whole ones fit; to be called before the memory is first touched. Streaming weights miss the TLB less.
-    pub fn advise_huge_pages(&self) {
-        #[cfg(target_os = "linux")]
-        {
-            const HUGE: usize = 2 << 20;
-            let skip = self.ptr.addr().next_multiple_of(HUGE) - self.ptr.addr();
-            if let Some(whole) = self.len().checked_sub(skip).map(|n| n & !(HUGE - 1)).filter(|&n| n > 0) {
-                // SAFETY: the range lies in this allocation; the advice changes no contents, and refusal does no harm.
-                unsafe { libc::madvise(self.ptr.add(skip).cast(), whole, libc::MADV_HUGEPAGE) };
-            }
-        }
     }
 
     pub fn as_ptr(&self) -> *mut u8 {

@@ -2,7 +2,7 @@
 // interleaved rounds, every ratio the median of the ratios of rounds.
 //
 //   gguf_bench [--types Q4_0,Q4_K] [--shapes 4096x4096,qkv,gemma] [-m 1,8,32] [--threads 2] [--rounds 9] [--seconds 0.03]
-//              [--peer NAME SHIM LIBRARY DIRECTORY]... [--record FILE]
+//              [--weights packed,borrowed] [--peer NAME SHIM LIBRARY DIRECTORY]... [--record FILE]
 //
 // Shapes: NxK is one matrix for the peers and the same rows split over Q, K and V for pagedkv; "qkv" is 4096 + 1024 + 1024 rows of 4096 columns, "gemma"
 // 1024 + 256 + 256 rows of 640. Rows are timed hot (the same weights again and again) and, up to 16 tokens, cold (copies of the weights
@@ -36,6 +36,7 @@ struct Options {
     unsigned threads = 2;
     int rounds = 9;
     double seconds = 0.03;
+    std::vector<std::string> weights{"packed", "borrowed"};
     std::string record;
     struct PeerFiles {
         std::string name, shim, library, directory;
@@ -103,6 +104,7 @@ Options parse(int argc, char** argv) {
         else if (option == "--threads") options.threads = static_cast<unsigned>(std::stoul(next()));
         else if (option == "--rounds") options.rounds = std::stoi(next());
         else if (option == "--seconds") options.seconds = std::stod(next());
+        else if (option == "--weights") options.weights = split(next());
         else if (option == "--record") options.record = next();
         else if (option == "--peer") {
             std::string name = next(), shim = next(), library = next();
@@ -289,6 +291,7 @@ int main(int argc, char** argv) try {
             std::vector<Contender> contenders;
             std::vector<std::shared_ptr<Ours>> ours;
             for (auto [name, flags] : {std::pair<const char*, std::uint32_t>{"packed", PKV_WEIGHT_PACK}, {"borrowed", 0u}}) {
+                if (std::find(options.weights.begin(), options.weights.end(), name) == options.weights.end()) continue;
                 auto impl = std::make_shared<Ours>(ctx.get(), p, copies, flags, most_rows);
                 contenders.push_back({name, [impl](int m) { impl->set_rows(m); },
                                       [impl, copies](bool every_copy) {
@@ -296,6 +299,7 @@ int main(int argc, char** argv) try {
                                       },
                                       [] {}, [impl](int t, std::int64_t n) { return impl->element(t, n); }});
             }
+            const std::size_t first_peer = contenders.size();
             std::vector<const void*> data;
             for (std::size_t i = 0, at = 0; i < p.rows.size(); at += static_cast<std::size_t>(p.rows[i++]) * p.row_bytes()) data.push_back(p.weights.data() + at);
             for (auto& peer : peers)
@@ -335,7 +339,7 @@ int main(int argc, char** argv) try {
                     // Random codes and normal activations: 8-bit activations are within 1 percent of exact.
                     if (!(error < 1e-2)) {
                         std::printf("%s at %d rows is wrong: relative error %g\n", c.name.c_str(), m, error);
-                        wrong = wrong || &c < &contenders[2];
+                        wrong = wrong || &c < &contenders[first_peer];
                     }
                     record << (first ? "" : ",") << "\n    {\"type\": \"" << type << "\", \"shape\": \"" << shape << "\", \"rows\": " << m << ", \"name\": \"" << c.name
                            << "\", \"error\": " << error << "}";
@@ -353,9 +357,9 @@ int main(int argc, char** argv) try {
                     }
                     for (int round = 0; round < options.rounds; round++)
                         for (std::size_t i = 0; i < contenders.size(); i++) {
-                            // The one before may still have threads that spin for work (llama.cpp's for about 100 ms).
-                            std::this_thread::sleep_for(std::chrono::milliseconds(150));
-                            contenders[i].run(cold);
+                            bench::settle();
+                            // As long untimed as timed: threads that slept share a core for a while, and a core that idled is slow.
+                            for (int r = 0; r < repeats[i]; r++) contenders[i].run(cold);
                             double start = bench::now();
                             for (int r = 0; r < repeats[i]; r++) contenders[i].run(cold);
                             times[i].push_back((bench::now() - start) / repeats[i] / (cold ? copies : 1));
@@ -363,10 +367,10 @@ int main(int argc, char** argv) try {
                     std::printf("%4d %-5s", m, cold ? "cold" : "hot");
                     for (auto& t : times) std::printf(" %14.1f", work / percentile(t, 0.5) / 1e9);
                     std::vector<double> ratios;
-                    if (contenders.size() > 2)
+                    if (contenders.size() > first_peer)
                         for (int round = 0; round < options.rounds; round++) {
                             double best = 1e30;
-                            for (std::size_t i = 2; i < contenders.size(); i++) best = std::min(best, times[i][static_cast<std::size_t>(round)]);
+                            for (std::size_t i = first_peer; i < contenders.size(); i++) best = std::min(best, times[i][static_cast<std::size_t>(round)]);
                             ratios.push_back(best / times[0][static_cast<std::size_t>(round)]);
                         }
                     if (!ratios.empty()) std::printf("   %5.2f (%.2f .. %.2f)", percentile(ratios, 0.5), percentile(ratios, 0.25), percentile(ratios, 0.75));

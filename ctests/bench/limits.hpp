@@ -2,6 +2,8 @@
 // AVX2 has them: vpmaddubsw + vpmaddwd + vpaddd, and with the sums of four vpmaddubsw kept in 16 bits before one vpmaddwd (which 4-bit codes allow).
 #pragma once
 
+#include <sys/resource.h>
+
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -14,6 +16,24 @@
 namespace bench {
 
 inline double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// Waits until no thread of this process computes any more: idle threads of a peer spin for a while after its last call (llama.cpp's for hundreds of
+// milliseconds) and would halve whatever is timed next.
+inline void settle() {
+    auto used = [] {
+        rusage usage{};
+        getrusage(RUSAGE_SELF, &usage);
+        auto seconds = [](timeval t) { return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec); };
+        return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+    };
+    double before = used();
+    for (int i = 0; i < 500; i++) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        double after = used();
+        if (after - before < 1e-3) return;
+        before = after;
+    }
+}
 
 // Work of all threads per second, the threads started together.
 inline double rate(unsigned threads, const std::function<double(unsigned)>& work) {

@@ -4,11 +4,11 @@
 use super::cache_row;
 use super::isa::{Avx2, Level};
 use super::qgemm::activations::{ByteBlocks, ByteSuper, Layout, WordBlocks, WordSuper};
-use super::qgemm::float::FloatTile;
-use super::qgemm::formats::Tile;
+use super::qgemm::float::FloatFormat;
+use super::qgemm::formats::Format;
 use super::qgemm::pack::RawRows;
 use super::qgemm::portable::Portable;
-use super::qgemm::{self, Isa, MAX_BLOCK, ROWS, Source, TOKENS, Tokens, Work};
+use super::qgemm::{self, Isa, ROWS, Source, TOKENS, Tokens, Work};
 use super::reference;
 use crate::collection::Cache;
 use crate::context::Context;
@@ -20,15 +20,16 @@ use crate::view::View;
 use crate::weight::Storage;
 use crate::workspace::{Arena, Span};
 use crate::{with_cache_dtype, with_float, with_gguf_format};
+use std::marker::PhantomData;
 use std::ops::Range;
 
 pub static IMPLS: &[Impl<QkvMatmulGguf>] = &[
     Impl {
         name: "packed",
         refuse: |ctx, _| ctx.isa.not_reference(),
-        layout: |_, args, arena| _ = Scratch::carve(args, arena),
+        layout: |ctx, args, arena| _ = Scratch::carve(ctx, args, arena),
         run: |ctx, args, arena, _: Stream| {
-            let scratch = Scratch::carve(args, arena);
+            let scratch = Scratch::carve(ctx, args, arena);
             #[cfg(target_arch = "x86_64")]
             if let Some(avx2) = ctx.isa.avx2() {
                 return run::<Avx2>(ctx, avx2, args, &scratch);
@@ -48,10 +49,12 @@ struct Scratch {
     slots: Span<[usize; 2]>,
     /// Finished rows of K and of V, `[tokens][rows]`, where the cache has scales: a group's scale wants the whole group.
     staged: [Span<f32>; 2],
+    /// For each thread.
+    lanes: Span<qgemm::Scratch>,
 }
 
 impl Scratch {
-    fn carve(a: &Args<'_>, arena: &mut Arena) -> Self {
+    fn carve(ctx: &Context, a: &Args<'_>, arena: &mut Arena) -> Self {
         let tokens = a.hidden_state.shape[0].min(a.q_output.shape[0]);
         let cols = a.q.weight.cols;
         let needed = [&a.q, &a.k, &a.v].map(|p| layout(a, p));
@@ -62,7 +65,8 @@ impl Scratch {
         let slots = arena.take(tokens);
         let staged = [&a.k_cache, &a.v_cache]
             .map(|c| arena.take(if c.groups > 0 { tokens.saturating_mul(c.row_elements()) } else { 0 }));
-        Scratch { acts, slots, staged }
+        let lanes = arena.take(ctx.threads.count());
+        Scratch { acts, slots, staged, lanes }
     }
 }
 
@@ -150,7 +154,7 @@ fn run<I: Isa>(ctx: &Context, isa: I, a: &Args<'_>, scratch: &Scratch) -> Result
     let per_task = ((0..3).map(row_groups).sum::<usize>() / 32).clamp(1, 4);
     let tokens = needed.map(|l| Tokens::new(count, cols, l.bytes()));
     let tasks: [usize; 3] = std::array::from_fn(|i| row_groups(i).div_ceil(per_task) * tokens[i].blocks());
-    ctx.threads.run(tasks.iter().sum(), |mut i| {
+    ctx.threads.run_with_lane(tasks.iter().sum(), |lane, mut i| {
         let mut j = 0;
         while i >= tasks[j] {
             i -= tasks[j];
@@ -161,17 +165,14 @@ fn run<I: Isa>(ctx: &Context, isa: I, a: &Args<'_>, scratch: &Scratch) -> Result
         let (block, first) = (i / per_block, i % per_block * per_task);
         let rows = first..row_groups(j).min(first + per_task);
         let acts = scratch.acts[needed[j] as usize];
-        isa.enter(Task {
-            isa,
-            projection,
-            compute: a.compute,
-            tokens: tokens[j],
-            block,
-            groups: rows,
-            acts,
-            sink,
-            slots,
-        });
+        let (tokens, groups, lanes) = (tokens[j], rows, scratch.lanes);
+        let task = Task { isa, projection, tokens, block, groups, acts, scratch: lanes, lane, sink, slots };
+        with_gguf_format!(projection.weight.format.id,
+            F => match a.compute {
+                Compute::Default => isa.enter(Quantised::<I, F>(task, PhantomData)),
+                Compute::F32 => isa.enter(Decoded::<I, F>(task, PhantomData)),
+            },
+            G => isa.enter(Floats::<I, G>(task, PhantomData)));
     })?;
 
     for (cache, staged) in [(&a.k_cache, scratch.staged[0]), (&a.v_cache, scratch.staged[1])] {
@@ -236,80 +237,115 @@ unsafe fn put<T: Copy>(out: Span<u8>, index: usize, value: &T) {
 struct Task<'a, I> {
     isa: I,
     projection: &'a Projection<'a>,
-    compute: Compute,
     tokens: Tokens,
     block: usize,
     groups: Range<usize>,
     acts: Span<u8>,
+    /// One for each lane, and this task's.
+    scratch: Span<qgemm::Scratch>,
+    lane: usize,
     sink: &'a Sink<'a>,
     slots: &'a [[usize; 2]],
 }
 
-impl<I: Isa> Work for Task<'_, I> {
-    #[inline(always)]
-    fn run(self) {
-        let Task { isa, projection: p, compute, tokens, block, groups, acts, sink, slots } = self;
-        let w = p.weight;
-        let source = match &w.storage {
+impl<'a, I: Isa> Task<'a, I> {
+    fn source(&self) -> Source<'a> {
+        let w = self.projection.weight;
+        match &w.storage {
             Storage::Packed(data) => Source::Packed(data.bytes()),
             Storage::Borrowed(rows) => {
                 Source::Raw(RawRows { data: rows.span(w.rows), rows: w.rows, row_bytes: rows.stride() })
             }
             Storage::Copied(data) => Source::Raw(RawRows { data, rows: w.rows, row_bytes: data.len() / w.rows }),
-        };
-        let range = tokens.of_block(block);
-        let mut buffer = [[0.0; ROWS]; MAX_BLOCK];
-        let out = &mut buffer[..range.len()];
+        }
+    }
+
+    /// The activations of its tokens, in the layout that they were made in.
+    fn acts<T: Copy>(&self) -> &'a [T] {
+        let range = self.tokens.range(self.block);
+        debug_assert!(range.end * size_of::<T>() <= self.acts.len());
+        // SAFETY: made before this region began, and only read since; the workspace outlives the call.
+        unsafe { std::slice::from_raw_parts(self.acts.as_ptr().cast::<T>().add(range.start), range.len()) }
+    }
+
+    #[expect(clippy::mut_from_ref, reason = "a raw span, handed to one thread at a time")]
+    fn scratch(&self) -> &mut qgemm::Scratch {
+        // SAFETY: the lane is this task's alone while it runs, and what an earlier call returned is no longer used; any bytes are a valid scratch.
+        unsafe { &mut self.scratch.slice_mut(self.lane, 1)[0] }
+    }
+
+    /// How many tokens it has.
+    fn count(&self) -> usize {
+        self.tokens.of_block(self.block).len()
+    }
+
+    /// Sends finished tiles `[group][token]` on their way.
+    fn finish(&self, groups: Range<usize>, out: &mut [[f32; ROWS]]) {
         // SAFETY: host memory nobody writes.
-        let bias = p.bias.map(|b| unsafe { b.row::<f32, 0>([]) });
-        with_gguf_format!(w.format.id, F => {
-            let mut tile = Tile::zeroed();
-            if compute == Compute::F32 {
-                let mut decoded = FloatTile::zeroed();
-                for g in groups {
-                    qgemm::row_group_decoded::<I, F>(isa, source, g, w.cols, block_acts(acts, tokens, block), &mut tile, &mut decoded, out);
-                    finish(isa, bias, g, w.rows, range.clone(), out, sink, slots);
-                }
-            } else {
-                for g in groups {
-                    qgemm::row_group::<I, F>(isa, source, g, w.cols, block_acts(acts, tokens, block), &mut tile, out);
-                    finish(isa, bias, g, w.rows, range.clone(), out, sink, slots);
-                }
-            }
-        }, G => {
-            let mut decoded = FloatTile::zeroed();
-            for g in groups {
-                qgemm::row_group_float::<I, G>(isa, source, g, w.cols, block_acts(acts, tokens, block), &mut decoded, out);
-                finish(isa, bias, g, w.rows, range.clone(), out, sink, slots);
-            }
-        })
+        let bias = self.projection.bias.map(|b| unsafe { b.row::<f32, 0>([]) });
+        let tokens = self.tokens.of_block(self.block);
+        for (group, tile) in groups.zip(out.chunks_exact_mut(tokens.len())) {
+            let rows = self.projection.weight.rows;
+            let (tokens, sink, slots) = (tokens.clone(), self.sink, self.slots);
+            self.isa.enter(Finish { isa: self.isa, bias, group, rows, tokens, tile, sink, slots });
+        }
     }
 }
 
-/// The activations of a block of tokens, in the layout that `acts` was made in.
-#[inline(always)]
-fn block_acts<'a, T: Copy>(acts: Span<u8>, tokens: Tokens, block: usize) -> &'a [T] {
-    let range = tokens.range(block);
-    debug_assert!(range.end * size_of::<T>() <= acts.len());
-    // SAFETY: made before this region began, and only read since; the workspace outlives the call.
-    unsafe { std::slice::from_raw_parts(acts.as_ptr().cast::<T>().add(range.start), range.len()) }
+// A function of its own for each encoding: together they would be one of a hundred thousand instructions.
+
+/// Codes against 8-bit activations.
+struct Quantised<'a, I, F>(Task<'a, I>, PhantomData<F>);
+
+impl<I: Isa, F: Format> Work for Quantised<'_, I, F> {
+    #[inline(always)]
+    fn run(self) {
+        let (task, count) = (&self.0, self.0.count());
+        // Few tokens: the memory is what counts, and it likes several streams; raw rows are sixteen each anyway. Many: the activations fill the cache.
+        let streams = if count <= 16 && matches!(task.source(), Source::Packed(_)) { qgemm::STREAMS } else { 1 };
+        for first in task.groups.clone().step_by(streams) {
+            let groups = first..task.groups.end.min(first + streams);
+            let (source, cols) = (task.source(), task.projection.weight.cols);
+            let scratch = task.scratch();
+            let out = qgemm::row_groups::<I, F>(task.isa, source, groups.clone(), cols, task.acts(), count, scratch);
+            task.finish(groups, out);
+        }
+    }
 }
 
-/// Adds the bias and sends a finished tile, `[tokens][16]`, on its way.
-#[inline(never)]
-fn finish<I: Isa>(
-    isa: I,
-    bias: Option<&[f32]>,
-    group: usize,
-    rows: usize,
-    tokens: Range<usize>,
-    tile: &mut [[f32; ROWS]],
-    sink: &Sink<'_>,
-    slots: &[[usize; 2]],
-) {
-    isa.enter(Finish { isa, bias, group, rows, tokens, tile, sink, slots });
+/// Codes decoded to f32.
+struct Decoded<'a, I, F>(Task<'a, I>, PhantomData<F>);
+
+impl<I: Isa, F: Format> Work for Decoded<'_, I, F> {
+    #[inline(always)]
+    fn run(self) {
+        let task = &self.0;
+        for g in task.groups.clone() {
+            let (source, cols) = (task.source(), task.projection.weight.cols);
+            let out =
+                qgemm::row_group_decoded::<I, F>(task.isa, source, g, cols, task.acts(), task.count(), task.scratch());
+            task.finish(g..g + 1, out);
+        }
+    }
 }
 
+/// Weights that are floats.
+struct Floats<'a, I, G>(Task<'a, I>, PhantomData<G>);
+
+impl<I: Isa, G: FloatFormat> Work for Floats<'_, I, G> {
+    #[inline(always)]
+    fn run(self) {
+        let task = &self.0;
+        for g in task.groups.clone() {
+            let (source, cols) = (task.source(), task.projection.weight.cols);
+            let out =
+                qgemm::row_group_float::<I, G>(task.isa, source, g, cols, task.acts(), task.count(), task.scratch());
+            task.finish(g..g + 1, out);
+        }
+    }
+}
+
+/// Adds the bias and stores a finished tile, `[tokens][16]`.
 struct Finish<'a, I> {
     isa: I,
     bias: Option<&'a [f32]>,

@@ -1,9 +1,9 @@
 //! Activations as the tile kernels read them: symmetric 8-bit codes, `x ~ d * q` with `|q| <= 127`, in groups of four tokens and chunks
 //! of 256 columns, with the sums that offsets and mins of the weights need.
 
-use super::formats::{Format, Tile};
+use super::formats::{Format, Scales, Tile};
 use super::lanes::Lanes;
-use super::{Isa, TOKENS};
+use super::{Isa, STREAMS, Stream, TOKENS};
 
 /// Columns of a chunk: one super-block, or eight blocks.
 pub const CHUNK: usize = 256;
@@ -29,9 +29,9 @@ pub struct SuperActs {
     pub q: [[u32; TOKENS]; 64],
     /// As in [`ByteActs`], per 16 columns.
     pub minus_sum: [[u32; TOKENS]; 16],
-    /// `d` times the sum of the codes, per 16 columns, and per 32.
-    pub sum16: [[f32; TOKENS]; 16],
-    pub sum32: [[f32; TOKENS]; 8],
+    /// Sums of the codes of two times 16 columns, and of two times 32, as two 16-bit values.
+    pub sums16: [[u32; TOKENS]; 8],
+    pub sums32: [[u32; TOKENS]; 4],
     pub d: [f32; TOKENS],
 }
 
@@ -76,11 +76,11 @@ pub trait Family: 'static {
     /// Puts token `t` of the four in its place.
     fn put<V: Lanes>(codes: &Codes, t: usize, out: &mut Self::Acts);
 
-    /// `out[token][row] += ` the product of a chunk's blocks, unpacked in registers; the tile lends room for scales.
+    /// `out[stream][token][row] += ` the product of a chunk's blocks, unpacked in registers; `scales` is room for theirs.
     fn fused<I: Isa, F: Format<Family = Self>>(
         isa: I,
-        blocks: &[F::Block],
-        tile: &mut Tile,
+        streams: &[Stream<'_, F::Block>],
+        scales: &mut [Scales; STREAMS],
         acts: &Self::Acts,
         out: &mut [[f32; 16]],
     ) where
@@ -135,9 +135,22 @@ fn put_bytes(codes: &Codes, t: usize, out: &mut [[u32; TOKENS]; 64]) {
     }
 }
 
+impl SuperActs {
+    /// Sums of the columns of sub-blocks `2 i` and `2 i + 1`.
+    #[inline(always)]
+    pub fn sums<const SUBS: usize>(&self) -> &[[u32; TOKENS]] {
+        if SUBS == 16 { &self.sums16 } else { &self.sums32 }
+    }
+}
+
+#[inline(always)]
+fn pair(low: i16, high: i16) -> u32 {
+    u32::from(low as u16) | u32::from(high as u16) << 16
+}
+
 #[inline(always)]
 fn negated_pair(s: [i16; 2]) -> u32 {
-    u32::from(s[0].wrapping_neg() as u16) | u32::from(s[1].wrapping_neg() as u16) << 16
+    pair(s[0].wrapping_neg(), s[1].wrapping_neg())
 }
 
 #[inline(always)]
@@ -197,12 +210,12 @@ impl Family for ByteBlocks {
     #[inline(always)]
     fn fused<I: Isa, F: Format<Family = Self>>(
         isa: I,
-        blocks: &[F::Block],
-        tile: &mut Tile,
+        streams: &[Stream<'_, F::Block>],
+        scales: &mut [Scales; STREAMS],
         acts: &ByteActs,
         out: &mut [[f32; 16]],
     ) {
-        isa.fused_byte_blocks::<F>(blocks, tile, acts, out);
+        isa.fused_byte_blocks::<F>(streams, scales, acts, out);
     }
 }
 
@@ -218,12 +231,17 @@ impl<const SUBS: usize> Family for ByteSuper<SUBS> {
         put_bytes(codes, t, &mut out.q);
         let d = codes.d[0];
         out.d[t] = d;
+        let mut totals = [0; 16];
         for j in 0..16 {
             out.minus_sum[j][t] = negated_pair(codes.sums[j]);
-            out.sum16[j][t] = d * total(codes.sums[j]);
+            totals[j] = codes.sums[j][0] + codes.sums[j][1];
         }
-        for j in 0..8 {
-            out.sum32[j][t] = d * (total(codes.sums[2 * j]) + total(codes.sums[2 * j + 1]));
+        for i in 0..8 {
+            out.sums16[i][t] = pair(totals[2 * i], totals[2 * i + 1]);
+        }
+        for i in 0..4 {
+            let sum32 = |j: usize| totals[2 * j] + totals[2 * j + 1];
+            out.sums32[i][t] = pair(sum32(2 * i), sum32(2 * i + 1));
         }
     }
 
@@ -242,12 +260,12 @@ impl<const SUBS: usize> Family for ByteSuper<SUBS> {
     #[inline(always)]
     fn fused<I: Isa, F: Format<Family = Self>>(
         isa: I,
-        blocks: &[F::Block],
-        tile: &mut Tile,
+        streams: &[Stream<'_, F::Block>],
+        scales: &mut [Scales; STREAMS],
         acts: &SuperActs,
         out: &mut [[f32; 16]],
     ) {
-        isa.fused_byte_super::<F, SUBS>(&blocks[0], tile, acts, out);
+        isa.fused_byte_super::<F, SUBS>(streams, scales, acts, out);
     }
 }
 
@@ -278,12 +296,12 @@ impl Family for WordBlocks {
     #[inline(always)]
     fn fused<I: Isa, F: Format<Family = Self>>(
         isa: I,
-        blocks: &[F::Block],
-        tile: &mut Tile,
+        streams: &[Stream<'_, F::Block>],
+        scales: &mut [Scales; STREAMS],
         acts: &WordActs,
         out: &mut [[f32; 16]],
     ) {
-        isa.fused_word_blocks::<F>(blocks, tile, acts, out);
+        isa.fused_word_blocks::<F>(streams, scales, acts, out);
     }
 }
 
@@ -314,12 +332,12 @@ impl Family for WordSuper {
     #[inline(always)]
     fn fused<I: Isa, F: Format<Family = Self>>(
         isa: I,
-        blocks: &[F::Block],
-        tile: &mut Tile,
+        streams: &[Stream<'_, F::Block>],
+        scales: &mut [Scales; STREAMS],
         acts: &WordActs,
         out: &mut [[f32; 16]],
     ) {
-        isa.fused_word_blocks::<F>(blocks, tile, acts, out);
+        isa.fused_word_blocks::<F>(streams, scales, acts, out);
     }
 }
 

@@ -17,9 +17,9 @@ use std::arch::x86_64::*;
 
 use super::activations::{ByteActs, CHUNK, Codes, SuperActs, TINY, WordActs};
 use super::float::{FloatActs, FloatTile};
-use super::formats::{Format, Tile};
-use super::lanes::Lanes;
-use super::{Isa, TOKENS, Work};
+use super::formats::{Emit, Format, Scales, Tile};
+use super::lanes::{Bits, Lanes};
+use super::{Isa, STREAMS, Stream, TOKENS, Work, prefetch};
 use crate::cpu::isa::Avx2;
 
 /// Eight rows' dwords; made only where [`Avx2`] vouches for the CPU.
@@ -33,18 +33,26 @@ macro_rules! intrinsics {
     };
 }
 
-impl Lanes for V {
-    type F = __m256;
+impl V {
+    /// The same byte shuffle within each lane; bytes of `control` from 0x80 on make zeros.
+    #[inline(always)]
+    fn shuffle_lanes(self, control: u32) -> Self {
+        let at = |lane: u32| {
+            let wanted = !(control >> 7) & 0x0101_0101;
+            (control + wanted * (4 * lane)) as i32
+        };
+        Self(intrinsics!(_mm256_shuffle_epi8(
+            self.0,
+            _mm256_setr_epi32(at(0), at(1), at(2), at(3), at(0), at(1), at(2), at(3))
+        )))
+    }
+}
 
+impl Bits for V {
     #[inline(always)]
     fn load(plane: &[u32; 16], h: usize) -> Self {
         let half = &plane[8 * h..8 * h + 8];
         Self(intrinsics!(_mm256_loadu_si256(half.as_ptr().cast())))
-    }
-    #[inline(always)]
-    fn store(self, plane: &mut [u32; 16], h: usize) {
-        let half = &mut plane[8 * h..8 * h + 8];
-        intrinsics!(_mm256_storeu_si256(half.as_mut_ptr().cast(), self.0))
     }
     #[inline(always)]
     fn splat(v: u32) -> Self {
@@ -67,15 +75,25 @@ impl Lanes for V {
         Self(intrinsics!(_mm256_srl_epi32(self.0, _mm_cvtsi32_si128(n as i32))))
     }
     #[inline(always)]
-    fn sub_bytes(self, o: Self) -> Self {
-        Self(intrinsics!(_mm256_sub_epi8(self.0, o.0)))
-    }
-    #[inline(always)]
     fn lookup(self, table: &[i8; 16]) -> Self {
         Self(intrinsics!(_mm256_shuffle_epi8(
             _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast())),
             self.0
         )))
+    }
+}
+
+impl Lanes for V {
+    type F = __m256;
+
+    #[inline(always)]
+    fn store(self, plane: &mut [u32; 16], h: usize) {
+        let half = &mut plane[8 * h..8 * h + 8];
+        intrinsics!(_mm256_storeu_si256(half.as_mut_ptr().cast(), self.0))
+    }
+    #[inline(always)]
+    fn sub_bytes(self, o: Self) -> Self {
+        Self(intrinsics!(_mm256_sub_epi8(self.0, o.0)))
     }
     #[inline(always)]
     fn even_bytes_i16(self) -> Self {
@@ -86,15 +104,18 @@ impl Lanes for V {
         Self(intrinsics!(_mm256_srai_epi16::<8>(self.0)))
     }
     #[inline(always)]
+    fn low_bytes_u16(self) -> Self {
+        self.shuffle_lanes(0x8001_8000)
+    }
+    #[inline(always)]
+    fn high_bytes_u16(self) -> Self {
+        self.shuffle_lanes(0x8003_8002)
+    }
+    #[inline(always)]
     fn byte_pair_i16<const N: i32>(self) -> Self {
         // Byte N to the top of both halves of its lane, then down with its sign.
         let (z, n) = (-128i8 as u8 as u32, N as u32);
-        let control = z | n << 8 | z << 16 | n << 24;
-        let lane = [0u32, 0x0400_0400, 0x0800_0800, 0x0c00_0c00].map(|o| (control + o) as i32);
-        Self(intrinsics!(_mm256_srai_epi16::<8>(_mm256_shuffle_epi8(
-            self.0,
-            _mm256_setr_epi32(lane[0], lane[1], lane[2], lane[3], lane[0], lane[1], lane[2], lane[3])
-        ))))
+        Self(intrinsics!(_mm256_srai_epi16::<8>(self.shuffle_lanes(z | n << 8 | z << 16 | n << 24).0)))
     }
     #[inline(always)]
     fn load_f16(plane: &[u16; 16], h: usize) -> __m256 {
@@ -344,22 +365,23 @@ fn byte_blocks<F: Format, const NT: usize>(tile: &Tile, acts: &ByteActs, blocks:
         }
         byte_steps(four(&tile.q, 2 * b), four(&acts.q, 2 * b), &mut acc);
         byte_steps(four(&tile.q, 2 * b + 1), four(&acts.q, 2 * b + 1), &mut acc);
-        finish_block::<F, NT>(tile, acts, b, acc, out);
+        finish_block::<F, NT>(&tile.scales, b, acts, b, acc, out);
     }
 }
 
-/// Adds one block's 16-bit sums to the output.
+/// Adds one block's 16-bit sums to the output: block `b` of the activations, `slot` of the scales.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn finish_block<F: Format, const NT: usize>(
-    tile: &Tile,
+    scales: &Scales,
+    slot: usize,
     acts: &ByteActs,
     b: usize,
     acc: Acc<NT>,
     out: &mut [[f32; 16]; NT],
 ) {
     let ones = _mm256_set1_epi16(1);
-    let (scale, min) = (halves(&tile.scale[b]), halves(&tile.min[b]));
+    let (scale, min) = (halves(&scales.scale[slot]), halves(&scales.min[slot]));
     for t in 0..NT {
         let (d, sum) = (_mm256_set1_ps(acts.d[b][t]), _mm256_set1_ps(acts.sum[b][t]));
         let mut o = halves(&out[t]);
@@ -390,26 +412,26 @@ fn byte_super<F: Format, const SUBS: usize, const NT: usize>(tile: &Tile, acts: 
             byte_steps(four(&tile.q, 2 * j), four(&acts.q, 2 * j), &mut acc);
             byte_steps(four(&tile.q, 2 * j + 1), four(&acts.q, 2 * j + 1), &mut acc);
         }
-        let scale = int_halves(&tile.sub_scale[j]);
+        let scale = int_halves(&tile.scales.sub_scale[j]);
         for t in 0..NT {
             for h in 0..2 {
                 dot[t][h] = _mm256_add_epi32(dot[t][h], _mm256_madd_epi16(acc[t][h], scale[h]));
             }
         }
     }
-    finish_super::<F, SUBS, NT>(tile, acts, dot, out);
+    finish_super::<F, SUBS, NT>(&tile.scales, acts, dot, out);
 }
 
 /// Adds one super-block's integer sums and mins to the output.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn finish_super<F: Format, const SUBS: usize, const NT: usize>(
-    tile: &Tile,
+    scales: &Scales,
     acts: &SuperActs,
     dot: Acc<NT>,
     out: &mut [[f32; 16]; NT],
 ) {
-    let scale = halves(&tile.scale[0]);
+    let scale = halves(&scales.scale[0]);
     for t in 0..NT {
         let mut o = halves(&out[t]);
         let d = _mm256_set1_ps(acts.d[t]);
@@ -417,12 +439,17 @@ fn finish_super<F: Format, const SUBS: usize, const NT: usize>(
             o[h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[t][h]), _mm256_mul_ps(scale[h], d), o[h]);
         }
         if F::MIN {
-            for j in 0..SUBS {
-                let min = halves(&tile.min[j]);
-                let sum = _mm256_set1_ps(if SUBS == 16 { acts.sum16[j][t] } else { acts.sum32[j][t] });
+            let mut sums = [_mm256_setzero_si256(); 2];
+            for i in 0..SUBS / 2 {
+                let min = int_halves(&scales.sub_min[i]);
+                let sum = _mm256_set1_epi32(acts.sums::<SUBS>()[i][t] as i32);
                 for h in 0..2 {
-                    o[h] = _mm256_fmadd_ps(min[h], sum, o[h]);
+                    sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(min[h], sum));
                 }
+            }
+            let min = halves(&scales.min[0]);
+            for h in 0..2 {
+                o[h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[h]), _mm256_mul_ps(min[h], d), o[h]);
             }
         }
         store_halves(o, &mut out[t]);
@@ -436,14 +463,21 @@ fn word_blocks<const NT: usize>(tile: &Tile, acts: &WordActs, blocks: usize, out
         for i in 4 * b..4 * b + 4 {
             word_steps(four(&tile.q, i), four(&acts.q, i), &mut acc);
         }
-        finish_words(tile, acts, b, acc, out);
+        finish_words(&tile.scales, b, acts, b, acc, out);
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn finish_words<const NT: usize>(tile: &Tile, acts: &WordActs, b: usize, acc: Acc<NT>, out: &mut [[f32; 16]; NT]) {
-    let scale = halves(&tile.scale[b]);
+fn finish_words<const NT: usize>(
+    scales: &Scales,
+    slot: usize,
+    acts: &WordActs,
+    b: usize,
+    acc: Acc<NT>,
+    out: &mut [[f32; 16]; NT],
+) {
+    let scale = halves(&scales.scale[slot]);
     for t in 0..NT {
         let d = _mm256_set1_ps(acts.d[b][t]);
         let mut o = halves(&out[t]);
@@ -454,142 +488,257 @@ fn finish_words<const NT: usize>(tile: &Tile, acts: &WordActs, b: usize, acc: Ac
     }
 }
 
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn fused_byte_blocks<F: Format, const NT: usize>(
-    blocks: &[F::Block],
-    tile: &mut Tile,
-    acts: &ByteActs,
-    out: &mut [[f32; 16]; NT],
-) {
-    for (b, block) in blocks.iter().enumerate() {
-        let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
-        if F::SHIFT > 0 {
-            for t in 0..NT {
-                acc[t] = [shifted(acts.minus_sum[b][t], F::SHIFT); 2];
-            }
-        }
-        let a = &acts.q[8 * b..8 * b + 8];
-        for h in 0..2 {
-            F::part::<V, 0>(block, h, |_, step, v| {
-                for t in 0..NT {
-                    let product = maddubs(v, a[step][t]);
-                    acc[t][h] = add_i16(acc[t][h], product);
-                }
-            });
-        }
-        F::scales::<V>(block, b, tile);
-        finish_block::<F, NT>(tile, acts, b, acc, out);
+/// Sixteen rows' dwords; `h` is of no account.
+#[derive(Clone, Copy)]
+struct Pair([V; 2]);
+
+impl Bits for Pair {
+    #[inline(always)]
+    fn load(plane: &[u32; 16], _h: usize) -> Self {
+        Self([V::load(plane, 0), V::load(plane, 1)])
+    }
+    #[inline(always)]
+    fn splat(v: u32) -> Self {
+        Self([V::splat(v); 2])
+    }
+    #[inline(always)]
+    fn and(self, o: Self) -> Self {
+        Self([self.0[0].and(o.0[0]), self.0[1].and(o.0[1])])
+    }
+    #[inline(always)]
+    fn or(self, o: Self) -> Self {
+        Self([self.0[0].or(o.0[0]), self.0[1].or(o.0[1])])
+    }
+    #[inline(always)]
+    fn shl(self, n: usize) -> Self {
+        Self([self.0[0].shl(n), self.0[1].shl(n)])
+    }
+    #[inline(always)]
+    fn shr(self, n: usize) -> Self {
+        Self([self.0[0].shr(n), self.0[1].shr(n)])
+    }
+    #[inline(always)]
+    fn lookup(self, table: &[i8; 16]) -> Self {
+        Self([self.0[0].lookup(table), self.0[1].lookup(table)])
     }
 }
 
-#[inline(always)]
-fn maddubs(v: V, a: u32) -> __m256i {
-    intrinsics!(_mm256_maddubs_epi16(v.0, _mm256_set1_epi32(a as i32)))
+/// `acc += v * a`, the dword of activations against sixteen rows. Assembly for the same reason as [`four_steps`].
+macro_rules! step {
+    ($name:ident, $mul:literal, $add:literal) => {
+        #[inline]
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn $name(acc: &mut [__m256i; 2], v: Pair, a: u32) {
+            // SAFETY: plain register arithmetic.
+            unsafe {
+                asm!(
+                    concat!($mul, " {t}, {v0}, {x}"),
+                    concat!($mul, " {x}, {v1}, {x}"),
+                    concat!($add, " {c0}, {c0}, {t}"),
+                    concat!($add, " {c1}, {c1}, {x}"),
+                    v0 = in(ymm_reg) v.0[0].0, v1 = in(ymm_reg) v.0[1].0,
+                    x = inout(ymm_reg) _mm256_set1_epi32(a as i32) => _, t = out(ymm_reg) _,
+                    c0 = inout(ymm_reg) acc[0], c1 = inout(ymm_reg) acc[1],
+                    options(pure, nomem, nostack, preserves_flags)
+                )
+            }
+        }
+    };
 }
 
+step!(byte_step, "vpmaddubsw", "vpaddw");
+step!(word_step, "vpmaddwd", "vpaddd");
+
+/// `acc[sub-block][token] += codes * activations`
+struct AddBytes<'a, const NT: usize, const SUBS: usize> {
+    acts: &'a [[u32; TOKENS]],
+    acc: &'a mut [Acc<NT>; SUBS],
+}
+
+impl<const NT: usize, const SUBS: usize> Emit<Pair> for AddBytes<'_, NT, SUBS> {
+    #[inline(always)]
+    fn emit(&mut self, i: usize, step: usize, v: Pair) {
+        for t in 0..NT {
+            intrinsics!(byte_step(&mut self.acc[i][t], v, self.acts[step][t]));
+        }
+    }
+}
+
+/// `acc[token] += codes * activations`
+struct AddWords<'a, const NT: usize> {
+    acts: &'a [[u32; TOKENS]],
+    acc: &'a mut Acc<NT>,
+}
+
+impl<const NT: usize> Emit<Pair> for AddWords<'_, NT> {
+    #[inline(always)]
+    fn emit(&mut self, _i: usize, step: usize, v: Pair) {
+        let even = Pair([v.0[0].even_bytes_i16(), v.0[1].even_bytes_i16()]);
+        let odd = Pair([v.0[0].odd_bytes_i16(), v.0[1].odd_bytes_i16()]);
+        for t in 0..NT {
+            intrinsics!({
+                word_step(&mut self.acc[t], even, self.acts[2 * step][t]);
+                word_step(&mut self.acc[t], odd, self.acts[2 * step + 1][t]);
+            });
+        }
+    }
+}
+
+/// The same reference, without the compiler knowing: what is read through it is not hoisted out of the loop around and spilled.
 #[inline(always)]
-fn add_i16(a: __m256i, b: __m256i) -> __m256i {
-    intrinsics!(_mm256_add_epi16(a, b))
+fn opaque<T>(x: &T) -> &T {
+    let mut p: *const T = x;
+    // SAFETY: nothing happens to the pointer.
+    unsafe {
+        asm!("/* {p} */", p = inout(reg) p, options(readonly, nostack, preserves_flags));
+        &*p
+    }
+}
+
+/// Stream `s`'s rows of the output.
+#[inline(always)]
+fn of_stream<const NT: usize>(out: &mut [[f32; 16]], s: usize) -> &mut [[f32; 16]; NT] {
+    (&mut out[NT * s..NT * (s + 1)]).try_into().expect("as many rows as tokens")
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fused_byte_blocks<F: Format, const NT: usize>(
+    isa: Avx2,
+    streams: &[Stream<'_, F::Block>],
+    scales: &mut [Scales; STREAMS],
+    acts: &ByteActs,
+    out: &mut [[f32; 16]],
+) {
+    for b in 0..streams[0].blocks.len() {
+        for (s, stream) in streams.iter().enumerate() {
+            let acts = opaque(acts);
+            prefetch(isa, stream.next.wrapping_add(b), 0, 1);
+            let block = &stream.blocks[b];
+            let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
+            if F::SHIFT > 0 {
+                for t in 0..NT {
+                    acc[t] = [shifted(acts.minus_sum[b][t], F::SHIFT); 2];
+                }
+            }
+            F::part::<Pair, 0>(
+                block,
+                0,
+                &mut AddBytes { acts: &acts.q[8 * b..8 * b + 8], acc: std::array::from_mut(&mut acc) },
+            );
+            F::scales::<V>(block, 0, &mut scales[s]);
+            finish_block::<F, NT>(&scales[s], 0, acts, b, acc, of_stream(out, s));
+        }
+    }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
 fn fused_byte_super<F: Format, const SUBS: usize, const NT: usize>(
-    block: &F::Block,
-    tile: &mut Tile,
+    isa: Avx2,
+    streams: &[Stream<'_, F::Block>],
+    scales: &mut [Scales; STREAMS],
     acts: &SuperActs,
-    out: &mut [[f32; 16]; NT],
+    out: &mut [[f32; 16]],
 ) {
-    F::scales::<V>(block, 0, tile);
-    let mut dot = [[_mm256_setzero_si256(); 2]; NT];
-    for h in 0..2 {
-        fused_part::<F, SUBS, NT, 0>(block, h, tile, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 1>(block, h, tile, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 2>(block, h, tile, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 3>(block, h, tile, acts, &mut dot);
+    let mut dot = [[[_mm256_setzero_si256(); 2]; NT]; STREAMS];
+    for (stream, scales) in streams.iter().zip(scales.iter_mut()) {
+        F::scales::<V>(&stream.blocks[0], 0, scales);
     }
-    finish_super::<F, SUBS, NT>(tile, acts, dot, out);
+    fused_part::<F, SUBS, NT, 0>(isa, streams, scales, acts, &mut dot);
+    fused_part::<F, SUBS, NT, 1>(isa, streams, scales, acts, &mut dot);
+    fused_part::<F, SUBS, NT, 2>(isa, streams, scales, acts, &mut dot);
+    fused_part::<F, SUBS, NT, 3>(isa, streams, scales, acts, &mut dot);
+    fused_part::<F, SUBS, NT, 4>(isa, streams, scales, acts, &mut dot);
+    fused_part::<F, SUBS, NT, 5>(isa, streams, scales, acts, &mut dot);
+    fused_part::<F, SUBS, NT, 6>(isa, streams, scales, acts, &mut dot);
+    fused_part::<F, SUBS, NT, 7>(isa, streams, scales, acts, &mut dot);
+    for s in 0..streams.len() {
+        finish_super::<F, SUBS, NT>(&scales[s], acts, dot[s], of_stream(out, s));
+    }
 }
 
+/// Part `PART` of each stream's super-block.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn fused_part<F: Format, const SUBS: usize, const NT: usize, const PART: usize>(
-    block: &F::Block,
-    h: usize,
-    tile: &Tile,
+    isa: Avx2,
+    streams: &[Stream<'_, F::Block>],
+    scales: &[Scales; STREAMS],
     acts: &SuperActs,
-    dot: &mut Acc<NT>,
+    dot: &mut [Acc<NT>; STREAMS],
 ) {
-    // As many as any format has sub-blocks in a part; the rest is optimised away.
-    let mut acc = [[_mm256_setzero_si256(); NT]; 4];
-    if F::SHIFT > 0 {
-        for i in 0..F::SUBS {
-            for t in 0..NT {
-                acc[i][t] = start::<SUBS>(acts, F::sub(PART, i), t, F::SHIFT);
+    if PART >= F::PARTS {
+        return;
+    }
+    for ((stream, scales), dot) in streams.iter().zip(scales).zip(dot) {
+        prefetch(isa, stream.next, PART, F::PARTS);
+        let acts = opaque(acts);
+        // As many as any format has sub-blocks in a part; the rest is optimised away.
+        let mut acc: [Acc<NT>; 2] = [[[_mm256_setzero_si256(); 2]; NT]; 2];
+        if F::SHIFT > 0 {
+            for i in 0..F::SUBS {
+                for t in 0..NT {
+                    acc[i][t] = [start::<SUBS>(acts, F::sub(PART, i), t, F::SHIFT); 2];
+                }
             }
         }
-    }
-    F::part::<V, PART>(block, h, |i, step, v| {
-        for t in 0..NT {
-            acc[i][t] = add_i16(acc[i][t], maddubs(v, acts.q[step][t]));
-        }
-    });
-    for i in 0..F::SUBS {
-        let scale = int_halves(&tile.sub_scale[F::sub(PART, i)])[h];
-        for t in 0..NT {
-            dot[t][h] = _mm256_add_epi32(dot[t][h], _mm256_madd_epi16(acc[i][t], scale));
+        F::part::<Pair, PART>(&stream.blocks[0], 0, &mut AddBytes { acts: &acts.q, acc: &mut acc });
+        for i in 0..F::SUBS {
+            let scale = int_halves(&scales.sub_scale[F::sub(PART, i)]);
+            for t in 0..NT {
+                for h in 0..2 {
+                    dot[t][h] = _mm256_add_epi32(dot[t][h], _mm256_madd_epi16(acc[i][t][h], scale[h]));
+                }
+            }
         }
     }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
 fn fused_word_blocks<F: Format, const NT: usize>(
-    blocks: &[F::Block],
-    tile: &mut Tile,
+    isa: Avx2,
+    streams: &[Stream<'_, F::Block>],
+    scales: &mut [Scales; STREAMS],
     acts: &WordActs,
-    out: &mut [[f32; 16]; NT],
+    out: &mut [[f32; 16]],
 ) {
-    for (b, block) in blocks.iter().enumerate() {
-        F::scales::<V>(block, b, tile);
-        fused_word_part::<F, NT, 0>(block, b, tile, acts, out);
-        fused_word_part::<F, NT, 1>(block, b, tile, acts, out);
-        fused_word_part::<F, NT, 2>(block, b, tile, acts, out);
-        fused_word_part::<F, NT, 3>(block, b, tile, acts, out);
-        fused_word_part::<F, NT, 4>(block, b, tile, acts, out);
-        fused_word_part::<F, NT, 5>(block, b, tile, acts, out);
-        fused_word_part::<F, NT, 6>(block, b, tile, acts, out);
-        fused_word_part::<F, NT, 7>(block, b, tile, acts, out);
+    for b in 0..streams[0].blocks.len() {
+        for (stream, scales) in streams.iter().zip(scales.iter_mut()) {
+            F::scales::<V>(&stream.blocks[b], 0, scales);
+        }
+        fused_word_part::<F, NT, 0>(isa, streams, b, scales, acts, out);
+        fused_word_part::<F, NT, 1>(isa, streams, b, scales, acts, out);
+        fused_word_part::<F, NT, 2>(isa, streams, b, scales, acts, out);
+        fused_word_part::<F, NT, 3>(isa, streams, b, scales, acts, out);
+        fused_word_part::<F, NT, 4>(isa, streams, b, scales, acts, out);
+        fused_word_part::<F, NT, 5>(isa, streams, b, scales, acts, out);
+        fused_word_part::<F, NT, 6>(isa, streams, b, scales, acts, out);
+        fused_word_part::<F, NT, 7>(isa, streams, b, scales, acts, out);
     }
 }
 
-/// Part `PART` of block `b`: 32 columns with a scale of their own.
+/// Part `PART` of each stream's block `b`: 32 columns with a scale of their own.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn fused_word_part<F: Format, const NT: usize, const PART: usize>(
-    block: &F::Block,
+    isa: Avx2,
+    streams: &[Stream<'_, F::Block>],
     b: usize,
-    tile: &Tile,
+    scales: &[Scales; STREAMS],
     acts: &WordActs,
-    out: &mut [[f32; 16]; NT],
+    out: &mut [[f32; 16]],
 ) {
-    if PART < F::PARTS {
-        let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
-        for h in 0..2 {
-            F::part::<V, PART>(block, h, |_, step, v| {
-                let (even, odd) = (v.even_bytes_i16(), v.odd_bytes_i16());
-                for t in 0..NT {
-                    let a = [acts.q[2 * (8 * b + step)][t], acts.q[2 * (8 * b + step) + 1][t]];
-                    acc[t][h] = add_words(add_words(acc[t][h], even, a[0]), odd, a[1]);
-                }
-            });
-        }
-        finish_words(tile, acts, b + PART, acc, out);
+    if PART >= F::PARTS {
+        return;
     }
-}
-
-#[inline(always)]
-fn add_words(acc: __m256i, v: V, a: u32) -> __m256i {
-    intrinsics!(_mm256_add_epi32(acc, _mm256_madd_epi16(v.0, _mm256_set1_epi32(a as i32))))
+    let at = b + PART;
+    for (s, stream) in streams.iter().enumerate() {
+        prefetch(isa, stream.next.wrapping_add(b), PART, F::PARTS);
+        let acts = opaque(acts);
+        let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
+        // A super-block's steps count from its start, a block's from the block's.
+        F::part::<Pair, PART>(&stream.blocks[b], 0, &mut AddWords { acts: &acts.q[16 * b..], acc: &mut acc });
+        finish_words(&scales[s], PART, acts, at, acc, of_stream(out, s));
+    }
 }
 
 /// Sums of a chunk start at zero, so that long rows lose nothing to small addends.
@@ -719,10 +868,20 @@ macro_rules! by_tokens {
             _ => with_tokens!(4, $out, |$nt, $o| $call),
         }
     };
-    ($tokens:expr, $out:expr, |$nt:ident, $o:ident| $call:expr, 2) => {
-        match $tokens {
-            1 => with_tokens!(1, $out, |$nt, $o| $call),
-            _ => with_tokens!(2, $out, |$nt, $o| $call),
+}
+
+/// The same for the fused kernels.
+macro_rules! fused {
+    ($streams:ident, $out:ident, |$nt:ident| $call:expr) => {
+        // SAFETY: an `Avx2` exists only where the CPU has these features.
+        unsafe {
+            if $out.len() == $streams.len() {
+                const $nt: usize = 1;
+                $call
+            } else {
+                const $nt: usize = 2;
+                $call
+            }
         }
     };
 }
@@ -762,32 +921,32 @@ impl Isa for Avx2 {
     #[inline(always)]
     fn fused_byte_blocks<F: Format>(
         self,
-        blocks: &[F::Block],
-        tile: &mut Tile,
+        streams: &[Stream<'_, F::Block>],
+        scales: &mut [Scales; STREAMS],
         acts: &ByteActs,
         out: &mut [[f32; 16]],
     ) {
-        by_tokens!(out.len(), out, |NT, o| fused_byte_blocks::<F, NT>(blocks, tile, acts, o), 2);
+        fused!(streams, out, |NT| fused_byte_blocks::<F, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn fused_byte_super<F: Format, const SUBS: usize>(
         self,
-        block: &F::Block,
-        tile: &mut Tile,
+        streams: &[Stream<'_, F::Block>],
+        scales: &mut [Scales; STREAMS],
         acts: &SuperActs,
         out: &mut [[f32; 16]],
     ) {
-        by_tokens!(out.len(), out, |NT, o| fused_byte_super::<F, SUBS, NT>(block, tile, acts, o), 2);
+        fused!(streams, out, |NT| fused_byte_super::<F, SUBS, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn fused_word_blocks<F: Format>(
         self,
-        blocks: &[F::Block],
-        tile: &mut Tile,
+        streams: &[Stream<'_, F::Block>],
+        scales: &mut [Scales; STREAMS],
         acts: &WordActs,
         out: &mut [[f32; 16]],
     ) {
-        by_tokens!(out.len(), out, |NT, o| fused_word_blocks::<F, NT>(blocks, tile, acts, o), 2);
+        fused!(streams, out, |NT| fused_word_blocks::<F, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn quantise(self, x: &[f32; CHUNK], act_block: usize, out: &mut Codes) {

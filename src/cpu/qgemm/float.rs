@@ -36,11 +36,14 @@ pub fn decode_tile<V: Lanes, F: Format>(tile: &Tile, steps: usize, out: &mut Flo
     let sub = <F::Family as Family>::SUB_STEPS;
     for h in 0..2 {
         for step in 0..steps {
-            let (scale, block) = match step.checked_div(sub) {
-                None => (V::load_f32(&tile.scale[step / 8], h), step / 8),
+            let s = &tile.scales;
+            let (scale, min) = match step.checked_div(sub) {
+                None => (V::load_f32(&s.scale[step / 8], h), V::load_f32(&s.min[step / 8], h)),
                 Some(j) => {
-                    let integer = V::load(&tile.sub_scale[j], h).low_i16_to_f32();
-                    (V::mul(V::load_f32(&tile.scale[0], h), integer), j)
+                    let pair = V::load(&s.sub_min[j / 2], h);
+                    let min = if j % 2 == 0 { pair.low_i16_to_f32() } else { pair.high_i16_to_f32() };
+                    let scale = V::load(&s.sub_scale[j], h).low_i16_to_f32();
+                    (V::mul(V::load_f32(&s.scale[0], h), scale), V::mul(V::load_f32(&s.min[0], h), min))
                 }
             };
             let columns = if <F::Family as Family>::WORDS {
@@ -49,11 +52,11 @@ pub fn decode_tile<V: Lanes, F: Format>(tile: &Tile, steps: usize, out: &mut Flo
             } else {
                 let (v, byte) = (V::load(&tile.q[step], h), V::splat(0xff));
                 let minus_offset = V::splat_f32(if F::SHIFT > 0 { -((1 << F::SHIFT) as f32) } else { 0.0 });
-                [v.and(byte), v.shr(8).and(byte), v.shr(16).and(byte), v.shr(24)]
-                    .map(|q| V::mul_add(V::splat_f32(1.0), q.to_f32(), minus_offset))
+                each!([v.and(byte), v.shr(8).and(byte), v.shr(16).and(byte), v.shr(24)]
+                    q => V::mul_add(V::splat_f32(1.0), q.to_f32(), minus_offset))
             };
             for (i, q) in columns.into_iter().enumerate() {
-                let w = if F::MIN { V::mul_add(q, scale, V::load_f32(&tile.min[block], h)) } else { V::mul(q, scale) };
+                let w = if F::MIN { V::mul_add(q, scale, min) } else { V::mul(q, scale) };
                 V::store_f32(w, &mut out.w[4 * step + i], h);
             }
         }

@@ -6,7 +6,7 @@
 //! shifts and masks with no shuffle across lanes. Only the fifth bits of Q5_0 and Q5_1, one dword for 32 columns, are reordered.
 
 use super::activations::{ByteBlocks, ByteSuper, Family, WordBlocks, WordSuper};
-use super::lanes::Lanes;
+use super::lanes::{Bits, Lanes};
 
 /// Sixteen rows by 256 columns of weights as the kernels read them; it stays in L1 while many tokens pass over it.
 #[derive(Clone, Copy)]
@@ -15,18 +15,38 @@ pub struct Tile {
     /// Byte families: `q[step][row]` holds columns `4 step ..+4`, unsigned, the offset still in.
     /// Word families: `q[2 step]` holds columns 0 and 2 of the four as 16-bit values, `q[2 step + 1]` columns 1 and 3.
     pub q: [[u32; 16]; 128],
+    pub scales: Scales,
+}
+
+/// What the sums of sixteen rows by 256 columns are multiplied by, unpacked.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct Scales {
     /// Block families: a float scale per 32 columns. Super-block families: `scale[0]` alone.
     pub scale: [[f32; 16]; 8],
-    /// Float added per unit of activation sum, per 32 or 16 columns.
-    pub min: [[f32; 16]; 16],
+    /// Float added per unit of activation sum. Block families: per 32 columns. Super-block families: `min[0]` alone, times `sub_min`.
+    pub min: [[f32; 16]; 8],
     /// Super-block families: the integer scale of each 32 or 16 columns, twice, as two 16-bit values.
     pub sub_scale: [[u32; 16]; 16],
+    /// Super-block families: the integer mins of sub-blocks `2 i` and `2 i + 1` as two 16-bit values.
+    pub sub_min: [[u32; 16]; 8],
 }
 
 impl Tile {
     pub const fn zeroed() -> Self {
-        Self { q: [[0; 16]; 128], scale: [[0.0; 16]; 8], min: [[0.0; 16]; 16], sub_scale: [[0; 16]; 16] }
+        Self { q: [[0; 16]; 128], scales: Scales::ZERO }
     }
+}
+
+impl Scales {
+    pub const ZERO: Self =
+        Self { scale: [[0.0; 16]; 8], min: [[0.0; 16]; 8], sub_scale: [[0; 16]; 16], sub_min: [[0; 16]; 8] };
+}
+
+/// Takes codes as a [`Format`] takes them apart: those of the four columns `4 step ..+4`, of the `i`th sub-block of the part. A trait, not a closure: see
+/// [`super::Work`].
+pub trait Emit<V> {
+    fn emit(&mut self, i: usize, step: usize, v: V);
 }
 
 /// An encoding with 8-bit activations.
@@ -54,10 +74,10 @@ pub unsafe trait Format: 'static {
     fn sub(part: usize, i: usize) -> usize {
         Self::SUBS * part + i
     }
-    /// Takes part `PART` apart: `emit(i, step, codes)` with the codes of the four columns `4 step ..+4` of rows `8 h ..+8`.
-    fn part<V: Lanes, const PART: usize>(block: &Self::Block, h: usize, emit: impl FnMut(usize, usize, V));
-    /// Fills the tile's scales; `slot` is which 32 of its 256 columns (always 0 for super-blocks).
-    fn scales<V: Lanes>(block: &Self::Block, slot: usize, tile: &mut Tile);
+    /// Takes part `PART` apart, for rows `8 h ..+8`.
+    fn part<V: Bits, const PART: usize>(block: &Self::Block, h: usize, out: &mut impl Emit<V>);
+    /// Fills the scales; `slot` is which 32 of the 256 columns (always 0 for super-blocks).
+    fn scales<V: Lanes>(block: &Self::Block, slot: usize, out: &mut Scales);
     /// What packing does beyond the transposition.
     fn reorder(_block: &mut Self::Block) {}
 }
@@ -75,20 +95,44 @@ pub fn unpack<V: Lanes, F: Format>(block: &F::Block, slot: usize, tile: &mut Til
         unpack_part::<V, F, 6>(block, slot, h, tile);
         unpack_part::<V, F, 7>(block, slot, h, tile);
     }
-    F::scales::<V>(block, slot, tile);
+    F::scales::<V>(block, slot, &mut tile.scales);
 }
 
 #[inline(always)]
 fn unpack_part<V: Lanes, F: Format, const PART: usize>(block: &F::Block, slot: usize, h: usize, tile: &mut Tile) {
-    if PART < F::PARTS {
-        F::part::<V, PART>(block, h, |_, step, v| {
-            if <F::Family as Family>::WORDS {
-                v.even_bytes_i16().store(&mut tile.q[2 * (8 * slot + step)], h);
-                v.odd_bytes_i16().store(&mut tile.q[2 * (8 * slot + step) + 1], h);
-            } else {
-                v.store(&mut tile.q[8 * slot + step], h);
-            }
-        });
+    if PART >= F::PARTS {
+    } else if <F::Family as Family>::WORDS {
+        F::part::<V, PART>(block, h, &mut ToWords { slot, h, tile });
+    } else {
+        F::part::<V, PART>(block, h, &mut ToBytes { slot, h, tile });
+    }
+}
+
+struct ToBytes<'a> {
+    slot: usize,
+    h: usize,
+    tile: &'a mut Tile,
+}
+
+impl<V: Lanes> Emit<V> for ToBytes<'_> {
+    #[inline(always)]
+    fn emit(&mut self, _i: usize, step: usize, v: V) {
+        v.store(&mut self.tile.q[8 * self.slot + step], self.h);
+    }
+}
+
+struct ToWords<'a> {
+    slot: usize,
+    h: usize,
+    tile: &'a mut Tile,
+}
+
+impl<V: Lanes> Emit<V> for ToWords<'_> {
+    #[inline(always)]
+    fn emit(&mut self, _i: usize, step: usize, v: V) {
+        let at = 2 * (8 * self.slot + step);
+        v.even_bytes_i16().store(&mut self.tile.q[at], self.h);
+        v.odd_bytes_i16().store(&mut self.tile.q[at + 1], self.h);
     }
 }
 
@@ -101,7 +145,7 @@ macro_rules! unroll {
 
 /// Columns c and c + 16 of a 32-block share a byte.
 #[inline(always)]
-fn nibbles<V: Lanes>(qs: &[[u32; 16]; 4], c: usize, h: usize) -> (V, V) {
+fn nibbles<V: Bits>(qs: &[[u32; 16]; 4], c: usize, h: usize) -> (V, V) {
     let v = V::load(&qs[c], h);
     (v.and(V::splat(LOW4)), v.shr(4).and(V::splat(LOW4)))
 }
@@ -123,17 +167,17 @@ unsafe impl Format for Q4_0 {
     const SHIFT: u32 = 3;
 
     #[inline(always)]
-    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
         for c in 0..4 {
             let (lo, hi) = nibbles::<V>(&b.qs, c, h);
-            emit(0, c, lo);
-            emit(0, c + 4, hi);
+            out.emit(0, c, lo);
+            out.emit(0, c + 4, hi);
         }
     }
     #[inline(always)]
-    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
         for h in 0..2 {
-            V::store_f32(V::load_f16(&b.d, h), &mut tile.scale[slot], h);
+            V::store_f32(V::load_f16(&b.d, h), &mut out.scale[slot], h);
         }
     }
 }
@@ -154,19 +198,19 @@ unsafe impl Format for Q4_1 {
     const MIN: bool = true;
 
     #[inline(always)]
-    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
         for c in 0..4 {
             let (lo, hi) = nibbles::<V>(&b.qs, c, h);
-            emit(0, c, lo);
-            emit(0, c + 4, hi);
+            out.emit(0, c, lo);
+            out.emit(0, c + 4, hi);
         }
     }
     #[inline(always)]
-    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
         for h in 0..2 {
             let dm = V::load(&b.dm, h);
-            V::store_f32(dm.low_f16(), &mut tile.scale[slot], h);
-            V::store_f32(dm.high_f16(), &mut tile.min[slot], h);
+            V::store_f32(dm.low_f16(), &mut out.scale[slot], h);
+            V::store_f32(dm.high_f16(), &mut out.min[slot], h);
         }
     }
 }
@@ -189,12 +233,12 @@ fn regroup_fifth_bits(qh: &mut [u32; 16]) {
 
 /// The eight steps of a block of 5-bit codes.
 #[inline(always)]
-fn five_bits<V: Lanes>(qs: &[[u32; 16]; 4], qh: &[u32; 16], h: usize, mut emit: impl FnMut(usize, usize, V)) {
+fn five_bits<V: Bits>(qs: &[[u32; 16]; 4], qh: &[u32; 16], h: usize, out: &mut impl Emit<V>) {
     let (fifth, bit) = (V::load(qh, h), V::splat(0x1010_1010));
     for c in 0..4 {
         let (lo, hi) = nibbles::<V>(qs, c, h);
-        emit(0, c, lo.or(fifth.shl(4 - c).and(bit)));
-        emit(0, c + 4, hi.or(fifth.shr(c).and(bit)));
+        out.emit(0, c, lo.or(fifth.shl(4 - c).and(bit)));
+        out.emit(0, c + 4, hi.or(fifth.shr(c).and(bit)));
     }
 }
 
@@ -216,13 +260,13 @@ unsafe impl Format for Q5_0 {
     const SHIFT: u32 = 4;
 
     #[inline(always)]
-    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, emit: impl FnMut(usize, usize, V)) {
-        five_bits::<V>(&b.qs, &b.qh, h, emit);
+    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
+        five_bits::<V>(&b.qs, &b.qh, h, out);
     }
     #[inline(always)]
-    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
         for h in 0..2 {
-            V::store_f32(V::load_f16(&b.d, h), &mut tile.scale[slot], h);
+            V::store_f32(V::load_f16(&b.d, h), &mut out.scale[slot], h);
         }
     }
     #[inline(always)]
@@ -250,16 +294,16 @@ unsafe impl Format for Q5_1 {
     const MIN: bool = true;
 
     #[inline(always)]
-    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, emit: impl FnMut(usize, usize, V)) {
-        five_bits::<V>(&b.qs, &b.qh, h, emit);
+    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
+        five_bits::<V>(&b.qs, &b.qh, h, out);
     }
     #[inline(always)]
-    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
         for h in 0..2 {
             let dm = V::load(&b.dm, h);
-            V::store_f32(dm.low_f16(), &mut tile.scale[slot], h);
+            V::store_f32(dm.low_f16(), &mut out.scale[slot], h);
             let min = V::mul_add(dm.low_f16(), V::splat_f32(16.0), dm.high_f16());
-            V::store_f32(min, &mut tile.min[slot], h);
+            V::store_f32(min, &mut out.min[slot], h);
         }
     }
     #[inline(always)]
@@ -277,15 +321,15 @@ unsafe impl Format for Q8_0 {
     const HEAD: usize = 2;
 
     #[inline(always)]
-    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
         for c in 0..8 {
-            emit(0, c, V::load(&b.qs[c], h));
+            out.emit(0, c, V::load(&b.qs[c], h));
         }
     }
     #[inline(always)]
-    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
         for h in 0..2 {
-            V::store_f32(V::load_f16(&b.d, h), &mut tile.scale[slot], h);
+            V::store_f32(V::load_f16(&b.d, h), &mut out.scale[slot], h);
         }
     }
 }
@@ -301,17 +345,17 @@ unsafe impl Format for Iq4Nl {
     const HEAD: usize = 2;
 
     #[inline(always)]
-    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
         for c in 0..4 {
             let (lo, hi) = nibbles::<V>(&b.qs, c, h);
-            emit(0, c, lo.lookup(&IQ4_VALUES));
-            emit(0, c + 4, hi.lookup(&IQ4_VALUES));
+            out.emit(0, c, lo.lookup(&IQ4_VALUES));
+            out.emit(0, c + 4, hi.lookup(&IQ4_VALUES));
         }
     }
     #[inline(always)]
-    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
         for h in 0..2 {
-            V::store_f32(V::load_f16(&b.d, h), &mut tile.scale[slot], h);
+            V::store_f32(V::load_f16(&b.d, h), &mut out.scale[slot], h);
         }
     }
 }
@@ -336,17 +380,17 @@ unsafe impl Format for Mxfp4 {
     const SHIFT: u32 = 4;
 
     #[inline(always)]
-    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
         for c in 0..4 {
             let (lo, hi) = nibbles::<V>(&b.qs, c, h);
-            emit(0, c, lo.lookup(&MXFP4_VALUES));
-            emit(0, c + 4, hi.lookup(&MXFP4_VALUES));
+            out.emit(0, c, lo.lookup(&MXFP4_VALUES));
+            out.emit(0, c + 4, hi.lookup(&MXFP4_VALUES));
         }
     }
     #[inline(always)]
-    fn scales<V: Lanes>(b: &Self::Block, slot: usize, tile: &mut Tile) {
+    fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
         for h in 0..2 {
-            V::store_f32(V::load_e8m0_halved(&b.e, h), &mut tile.scale[slot], h);
+            V::store_f32(V::load_e8m0_halved(&b.e, h), &mut out.scale[slot], h);
         }
     }
 }
@@ -354,7 +398,7 @@ unsafe impl Format for Mxfp4 {
 /// The eight 6-bit scales and mins of Q4_K and Q5_K, four to a dword: `[scales 0-3, scales 4-7], [mins 0-3, mins 4-7]`.
 #[inline(always)]
 fn k_scales<V: Lanes>(scales: &[[u32; 16]; 3], h: usize) -> ([V; 2], [V; 2]) {
-    let [s, m, top] = [0, 1, 2].map(|i| V::load(&scales[i], h));
+    let [s, m, top] = each!([0, 1, 2] i => V::load(&scales[i], h));
     let (low6, low4, bits45) = (V::splat(0x3f3f_3f3f), V::splat(LOW4), V::splat(0x3030_3030));
     (
         [s.and(low6), top.and(low4).or(s.shr(2).and(bits45))],
@@ -382,28 +426,27 @@ unsafe impl Format for Q4K {
     const SUBS: usize = 2;
 
     #[inline(always)]
-    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
         for c in 0..8 {
             let v = V::load(&b.qs[8 * PART + c], h);
-            emit(0, 16 * PART + c, v.and(V::splat(LOW4)));
-            emit(1, 16 * PART + 8 + c, v.shr(4).and(V::splat(LOW4)));
+            out.emit(0, 16 * PART + c, v.and(V::splat(LOW4)));
+            out.emit(1, 16 * PART + 8 + c, v.shr(4).and(V::splat(LOW4)));
         }
     }
     #[inline(always)]
-    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
+    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
         for h in 0..2 {
             let d = V::load(&b.d, h);
-            V::store_f32(d.low_f16(), &mut tile.scale[0], h);
-            let minus_dmin = V::mul(d.high_f16(), V::splat_f32(-1.0));
+            V::store_f32(d.low_f16(), &mut out.scale[0], h);
+            V::store_f32(V::mul(d.high_f16(), V::splat_f32(-1.0)), &mut out.min[0], h);
             let (scales, mins) = k_scales::<V>(&b.scales, h);
-            unroll!(I in [0 1 2 3] {
-                for half in 0..2 {
-                    let j = 4 * half + I;
-                    scales[half].byte_pair_i16::<{ I as i32 }>().store(&mut tile.sub_scale[j], h);
-                    let m = mins[half].shr(8 * I).and(V::splat(0xff)).to_f32();
-                    V::store_f32(V::mul(minus_dmin, m), &mut tile.min[j], h);
-                }
-            });
+            for half in 0..2 {
+                unroll!(I in [0 1 2 3] {
+                    scales[half].byte_pair_i16::<{ I as i32 }>().store(&mut out.sub_scale[4 * half + I], h);
+                });
+                mins[half].low_bytes_u16().store(&mut out.sub_min[2 * half], h);
+                mins[half].high_bytes_u16().store(&mut out.sub_min[2 * half + 1], h);
+            }
         }
     }
 }
@@ -421,50 +464,54 @@ pub struct Q5K;
 // SAFETY: the layout is as the trait asks.
 unsafe impl Format for Q5K {
     type Block = Q5KBlock;
-    type Family = ByteSuper<8>;
+    // Five bits would overflow the 16-bit sums over 32 columns: each sub-block counts as two.
+    type Family = ByteSuper<16>;
     const BLOCK_BYTES: usize = 176;
-    // As for Q5_1.
-    const SHIFT: u32 = 4;
     const MIN: bool = true;
 
-    const PARTS: usize = 4;
+    const PARTS: usize = 8;
     const SUBS: usize = 2;
 
+    /// Half of the columns of two times 32.
     #[inline(always)]
-    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+    fn sub(part: usize, i: usize) -> usize {
+        4 * (part / 2) + 2 * i + part % 2
+    }
+    #[inline(always)]
+    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
         let (low4, bit) = (V::splat(LOW4), V::splat(0x1010_1010));
         let fifth_of = |fifth: V, sub: usize| if sub < 4 { fifth.shl(4 - sub) } else { fifth.shr(sub - 4) }.and(bit);
-        for c in 0..8 {
-            let (fifth, v) = (V::load(&b.qh[c], h), V::load(&b.qs[8 * PART + c], h));
-            emit(0, 16 * PART + c, v.and(low4).or(fifth_of(fifth, 2 * PART)));
-            emit(1, 16 * PART + 8 + c, v.shr(4).and(low4).or(fifth_of(fifth, 2 * PART + 1)));
+        let n = PART / 2;
+        for c in PART % 2 * 4..PART % 2 * 4 + 4 {
+            let (fifth, v) = (V::load(&b.qh[c], h), V::load(&b.qs[8 * n + c], h));
+            out.emit(0, 16 * n + c, v.and(low4).or(fifth_of(fifth, 2 * n)));
+            out.emit(1, 16 * n + 8 + c, v.shr(4).and(low4).or(fifth_of(fifth, 2 * n + 1)));
         }
     }
     #[inline(always)]
-    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
+    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
         for h in 0..2 {
             let d = V::load(&b.d, h);
-            V::store_f32(d.low_f16(), &mut tile.scale[0], h);
-            let minus_dmin = V::mul(d.high_f16(), V::splat_f32(-1.0));
-            let sixteen_d = V::mul(d.low_f16(), V::splat_f32(16.0));
+            V::store_f32(d.low_f16(), &mut out.scale[0], h);
+            V::store_f32(V::mul(d.high_f16(), V::splat_f32(-1.0)), &mut out.min[0], h);
             let (scales, mins) = k_scales::<V>(&b.scales, h);
-            unroll!(I in [0 1 2 3] {
-                for half in 0..2 {
-                    let j = 4 * half + I;
-                    scales[half].byte_pair_i16::<{ I as i32 }>().store(&mut tile.sub_scale[j], h);
-                    let [s, m] = [scales[half], mins[half]].map(|v| v.shr(8 * I).and(V::splat(0xff)).to_f32());
-                    V::store_f32(V::mul_add(sixteen_d, s, V::mul(minus_dmin, m)), &mut tile.min[j], h);
-                }
-            });
+            for half in 0..2 {
+                unroll!(I in [0 1 2 3] {
+                    let scale = scales[half].byte_pair_i16::<{ I as i32 }>();
+                    scale.store(&mut out.sub_scale[8 * half + 2 * I], h);
+                    scale.store(&mut out.sub_scale[8 * half + 2 * I + 1], h);
+                    mins[half].byte_pair_i16::<{ I as i32 }>().store(&mut out.sub_min[4 * half + I], h);
+                });
+            }
         }
     }
 }
 
-/// Q2_K, Q3_K and Q6_K: 32 consecutive bytes hold bit fields of four times 32 columns. A part is half of the 32 in one of the two 128s,
-/// and its sub-blocks of 16 lie 32 columns apart.
-#[inline(always)]
-fn quarter_sub(part: usize, i: usize) -> usize {
-    8 * (part / 2) + 2 * i + part % 2
+/// Q2_K, Q3_K and Q6_K: 32 consecutive bytes hold bit fields of four times 32 columns. Part `4 n + 2 half + pair` is half of the 32 in one of the two
+/// 128s, and two of the fields: sub-blocks of 16 that lie 32 columns apart.
+const fn quarter(part: usize) -> (usize, std::ops::Range<usize>, usize) {
+    let first = part / 2 % 2 * 4;
+    (part / 4, first..first + 4, part % 2)
 }
 
 #[derive(Clone, Copy)]
@@ -484,40 +531,39 @@ unsafe impl Format for Q6K {
     const BLOCK_BYTES: usize = 210;
     const SHIFT: u32 = 5;
 
-    const PARTS: usize = 4;
-    const SUBS: usize = 4;
+    const PARTS: usize = 8;
+    const SUBS: usize = 2;
 
     #[inline(always)]
     fn sub(part: usize, i: usize) -> usize {
-        quarter_sub(part, i)
+        // Fields 0 and 2 share bytes, and 1 and 3.
+        8 * (part / 4) + 2 * (part % 2 + 2 * i) + part / 2 % 2
     }
     #[inline(always)]
-    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
         let (low4, bits45) = (V::splat(LOW4), V::splat(0x3030_3030));
-        let n = PART / 2;
-        for c in PART % 2 * 4..PART % 2 * 4 + 4 {
-            let [v, w, top] =
-                [&b.ql[16 * n + c], &b.ql[16 * n + 8 + c], &b.qh[8 * n + c]].map(|plane| V::load(plane, h));
-            emit(0, 32 * n + c, v.and(low4).or(top.shl(4).and(bits45)));
-            emit(1, 32 * n + 8 + c, w.and(low4).or(top.shl(2).and(bits45)));
-            emit(2, 32 * n + 16 + c, v.shr(4).and(low4).or(top.and(bits45)));
-            emit(3, 32 * n + 24 + c, w.shr(4).and(low4).or(top.shr(2).and(bits45)));
+        let (n, columns, field) = const { quarter(PART) };
+        for c in columns {
+            let (v, top) = (V::load(&b.ql[16 * n + 8 * field + c], h), V::load(&b.qh[8 * n + c], h));
+            out.emit(0, 32 * n + 8 * field + c, v.and(low4).or(top.shl(4 - 2 * field).and(bits45)));
+            let high = if field == 0 { top } else { top.shr(2) };
+            out.emit(1, 32 * n + 8 * field + 16 + c, v.shr(4).and(low4).or(high.and(bits45)));
         }
     }
     #[inline(always)]
-    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
+    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
         for h in 0..2 {
-            store_sub_scales([0, 1, 2, 3].map(|i| V::load(&b.scales[i], h)), h, tile);
-            V::store_f32(V::load_f16(&b.d, h), &mut tile.scale[0], h);
+            store_sub_scales(each!([0, 1, 2, 3] i => V::load(&b.scales[i], h)), h, out);
+            V::store_f32(V::load_f16(&b.d, h), &mut out.scale[0], h);
         }
     }
 }
 
 /// Sixteen signed scales, four to a dword.
 #[inline(always)]
-fn store_sub_scales<V: Lanes>(scales: [V; 4], h: usize, tile: &mut Tile) {
-    for (i, v) in scales.into_iter().enumerate() {
-        unroll!(B in [0 1 2 3] { v.byte_pair_i16::<{ B as i32 }>().store(&mut tile.sub_scale[4 * i + B], h); });
+fn store_sub_scales<V: Lanes>(scales: [V; 4], h: usize, out: &mut Scales) {
+    for i in 0..4 {
+        unroll!(B in [0 1 2 3] { scales[i].byte_pair_i16::<{ B as i32 }>().store(&mut out.sub_scale[4 * i + B], h); });
     }
 }
 
@@ -537,36 +583,36 @@ unsafe impl Format for Q2K {
     const BLOCK_BYTES: usize = 84;
     const MIN: bool = true;
 
-    const PARTS: usize = 4;
-    const SUBS: usize = 4;
+    const PARTS: usize = 8;
+    const SUBS: usize = 2;
 
     #[inline(always)]
     fn sub(part: usize, i: usize) -> usize {
-        quarter_sub(part, i)
+        8 * (part / 4) + 2 * (2 * (part % 2) + i) + part / 2 % 2
     }
     #[inline(always)]
-    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
-        let n = PART / 2;
-        for c in PART % 2 * 4..PART % 2 * 4 + 4 {
+    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
+        let (n, columns, pair) = const { quarter(PART) };
+        for c in columns {
             let v = V::load(&b.qs[8 * n + c], h);
-            for j in 0..4 {
-                emit(j, 32 * n + 8 * j + c, v.shr(2 * j).and(V::splat(0x0303_0303)));
+            for i in 0..2 {
+                let field = 2 * pair + i;
+                out.emit(i, 32 * n + 8 * field + c, v.shr(2 * field).and(V::splat(0x0303_0303)));
             }
         }
     }
     #[inline(always)]
-    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
+    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
         for h in 0..2 {
             let d = V::load(&b.d, h);
-            V::store_f32(d.low_f16(), &mut tile.scale[0], h);
-            let minus_dmin = V::mul(d.high_f16(), V::splat_f32(-1.0));
-            let scales = [0, 1, 2, 3].map(|i| V::load(&b.scales[i], h));
-            store_sub_scales(scales.map(|v| v.and(V::splat(LOW4))), h, tile);
-            for (i, v) in scales.into_iter().enumerate() {
-                for byte in 0..4 {
-                    let m = v.shr(8 * byte + 4).and(V::splat(0x0f)).to_f32();
-                    V::store_f32(V::mul(minus_dmin, m), &mut tile.min[4 * i + byte], h);
-                }
+            V::store_f32(d.low_f16(), &mut out.scale[0], h);
+            V::store_f32(V::mul(d.high_f16(), V::splat_f32(-1.0)), &mut out.min[0], h);
+            let scales = each!([0, 1, 2, 3] i => V::load(&b.scales[i], h));
+            store_sub_scales(each!([0, 1, 2, 3] i => scales[i].and(V::splat(LOW4))), h, out);
+            for i in 0..4 {
+                let mins = scales[i].shr(4).and(V::splat(LOW4));
+                mins.low_bytes_u16().store(&mut out.sub_min[2 * i], h);
+                mins.high_bytes_u16().store(&mut out.sub_min[2 * i + 1], h);
             }
         }
     }
@@ -589,31 +635,32 @@ unsafe impl Format for Q3K {
     const BLOCK_BYTES: usize = 110;
     const SHIFT: u32 = 2;
 
-    const PARTS: usize = 4;
-    const SUBS: usize = 4;
+    const PARTS: usize = 8;
+    const SUBS: usize = 2;
 
     #[inline(always)]
     fn sub(part: usize, i: usize) -> usize {
-        quarter_sub(part, i)
+        8 * (part / 4) + 2 * (2 * (part % 2) + i) + part / 2 % 2
     }
     #[inline(always)]
-    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
         let (low2, bit2) = (V::splat(0x0303_0303), V::splat(0x0404_0404));
-        let n = PART / 2;
-        for c in PART % 2 * 4..PART % 2 * 4 + 4 {
+        let (n, columns, pair) = const { quarter(PART) };
+        for c in columns {
             let (top, v) = (V::load(&b.hmask[c], h), V::load(&b.qs[8 * n + c], h));
-            for j in 0..4 {
-                let s = 4 * n + j;
+            for i in 0..2 {
+                let field = 2 * pair + i;
+                let s = 4 * n + field;
                 let third = if s < 2 { top.shl(2 - s) } else { top.shr(s - 2) };
-                emit(j, 32 * n + 8 * j + c, v.shr(2 * j).and(low2).or(third.and(bit2)));
+                out.emit(i, 32 * n + 8 * field + c, v.shr(2 * field).and(low2).or(third.and(bit2)));
             }
         }
     }
     #[inline(always)]
-    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
+    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
         for h in 0..2 {
             // Scale i: four low bits in nibble i of the first two dwords, two high bits in the third.
-            let [a, b2, t] = [0, 1, 2].map(|i| V::load(&b.scales[i], h));
+            let [a, b2, t] = each!([0, 1, 2] i => V::load(&b.scales[i], h));
             let (low4, bits45) = (V::splat(LOW4), V::splat(0x3030_3030));
             let scales = [
                 a.and(low4).or(t.shl(4).and(bits45)),
@@ -621,8 +668,8 @@ unsafe impl Format for Q3K {
                 a.shr(4).and(low4).or(t.and(bits45)),
                 b2.shr(4).and(low4).or(t.shr(2).and(bits45)),
             ];
-            store_sub_scales(scales.map(|v| v.sub_bytes(V::splat(0x2020_2020))), h, tile);
-            V::store_f32(V::load_f16(&b.d, h), &mut tile.scale[0], h);
+            store_sub_scales(each!([0, 1, 2, 3] i => scales[i].sub_bytes(V::splat(0x2020_2020))), h, out);
+            V::store_f32(V::load_f16(&b.d, h), &mut out.scale[0], h);
         }
     }
 }
@@ -645,15 +692,15 @@ unsafe impl Format for Iq4Xs {
     const PARTS: usize = 8;
 
     #[inline(always)]
-    fn part<V: Lanes, const PART: usize>(b: &Self::Block, h: usize, mut emit: impl FnMut(usize, usize, V)) {
+    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
         for c in 0..4 {
             let v = V::load(&b.qs[4 * PART + c], h);
-            emit(0, 8 * PART + c, v.and(V::splat(LOW4)).lookup(&IQ4_VALUES));
-            emit(0, 8 * PART + c + 4, v.shr(4).and(V::splat(LOW4)).lookup(&IQ4_VALUES));
+            out.emit(0, 8 * PART + c, v.and(V::splat(LOW4)).lookup(&IQ4_VALUES));
+            out.emit(0, 8 * PART + c + 4, v.shr(4).and(V::splat(LOW4)).lookup(&IQ4_VALUES));
         }
     }
     #[inline(always)]
-    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, tile: &mut Tile) {
+    fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
         for h in 0..2 {
             let (dh, low) = (V::load(&b.d, h), V::load(&b.scales_l, h));
             let d = dh.low_f16();
@@ -662,7 +709,7 @@ unsafe impl Format for Iq4Xs {
                 let s = low.shr(4 * j).and(V::splat(15));
                 let top = dh.shr(16 + 2 * j).and(V::splat(3)).shl(4);
                 // Exact: the product of d and a 6-bit integer has at most 17 bits.
-                V::store_f32(V::mul_add(d, s.or(top).to_f32(), minus_32d), &mut tile.scale[j], h);
+                V::store_f32(V::mul_add(d, s.or(top).to_f32(), minus_32d), &mut out.scale[j], h);
             }
         }
     }

@@ -4,26 +4,33 @@
 
 use half::f16;
 
-pub trait Lanes: Copy {
-    /// The same lanes as `f32`.
-    type F: Copy;
-
+/// What taking codes apart needs.
+pub trait Bits: Copy {
     fn load(plane: &[u32; 16], h: usize) -> Self;
-    fn store(self, plane: &mut [u32; 16], h: usize);
     fn splat(v: u32) -> Self;
     fn and(self, o: Self) -> Self;
     fn or(self, o: Self) -> Self;
     /// Shifts by `n` < 32, a constant wherever this is inlined.
     fn shl(self, n: usize) -> Self;
     fn shr(self, n: usize) -> Self;
-    /// Byte-wise difference, wrapping.
-    fn sub_bytes(self, o: Self) -> Self;
     /// Every byte (0..=15) replaced by its entry in `table`.
     fn lookup(self, table: &[i8; 16]) -> Self;
+}
+
+pub trait Lanes: Bits {
+    /// The same lanes as `f32`.
+    type F: Copy;
+
+    fn store(self, plane: &mut [u32; 16], h: usize);
+    /// Byte-wise difference, wrapping.
+    fn sub_bytes(self, o: Self) -> Self;
     /// Bytes 0 and 2 of each lane, sign-extended, as two 16-bit values.
     fn even_bytes_i16(self) -> Self;
     /// Bytes 1 and 3 of each lane, sign-extended, as two 16-bit values.
     fn odd_bytes_i16(self) -> Self;
+    /// Bytes 0 and 1 of each lane, and 2 and 3, unsigned, as two 16-bit values.
+    fn low_bytes_u16(self) -> Self;
+    fn high_bytes_u16(self) -> Self;
     /// Signed byte `N` of each lane, twice, as two 16-bit values.
     fn byte_pair_i16<const N: i32>(self) -> Self;
 
@@ -58,16 +65,10 @@ impl Plain {
     }
 }
 
-impl Lanes for Plain {
-    type F = [f32; 8];
-
+impl Bits for Plain {
     #[inline(always)]
     fn load(plane: &[u32; 16], h: usize) -> Self {
         Self(std::array::from_fn(|i| plane[8 * h + i]))
-    }
-    #[inline(always)]
-    fn store(self, plane: &mut [u32; 16], h: usize) {
-        plane[8 * h..8 * h + 8].copy_from_slice(&self.0);
     }
     #[inline(always)]
     fn splat(v: u32) -> Self {
@@ -90,15 +91,24 @@ impl Lanes for Plain {
         self.map(|v| v >> n)
     }
     #[inline(always)]
+    fn lookup(self, table: &[i8; 16]) -> Self {
+        self.map(|v| u32::from_le_bytes(v.to_le_bytes().map(|b| table[usize::from(b & 15)] as u8)))
+    }
+}
+
+impl Lanes for Plain {
+    type F = [f32; 8];
+
+    #[inline(always)]
+    fn store(self, plane: &mut [u32; 16], h: usize) {
+        plane[8 * h..8 * h + 8].copy_from_slice(&self.0);
+    }
+    #[inline(always)]
     fn sub_bytes(self, o: Self) -> Self {
         Self(std::array::from_fn(|i| {
             let (a, b) = (self.0[i].to_le_bytes(), o.0[i].to_le_bytes());
             u32::from_le_bytes(std::array::from_fn(|j| a[j].wrapping_sub(b[j])))
         }))
-    }
-    #[inline(always)]
-    fn lookup(self, table: &[i8; 16]) -> Self {
-        self.map(|v| u32::from_le_bytes(v.to_le_bytes().map(|b| table[usize::from(b & 15)] as u8)))
     }
     #[inline(always)]
     fn even_bytes_i16(self) -> Self {
@@ -113,6 +123,14 @@ impl Lanes for Plain {
             let b = v.to_le_bytes();
             u32::from(i16::from(b[1] as i8) as u16) | u32::from(i16::from(b[3] as i8) as u16) << 16
         })
+    }
+    #[inline(always)]
+    fn low_bytes_u16(self) -> Self {
+        self.map(|v| v & 0xff | (v & 0xff00) << 8)
+    }
+    #[inline(always)]
+    fn high_bytes_u16(self) -> Self {
+        self.map(|v| v >> 16 & 0xff | v >> 8 & 0xff_0000)
     }
     #[inline(always)]
     fn byte_pair_i16<const N: i32>(self) -> Self {

@@ -18,6 +18,11 @@
 
 #![allow(clippy::needless_range_loop, reason = "an index runs over several arrays at once")]
 
+/// An array of what the expression gives for each listed value of the name. Not `map`: a closure may stay a call, compiled without the vectors' instructions.
+macro_rules! each {
+    ([$($v:expr),*] $name:ident => $e:expr) => { [$({ let $name = $v; $e }),*] };
+}
+
 pub mod activations;
 #[cfg(target_arch = "x86_64")]
 pub mod avx2;
@@ -29,9 +34,10 @@ pub mod portable;
 
 use activations::{ByteActs, CHUNK, Codes, Family, Layout, SuperActs, WordActs};
 use float::{FloatActs, FloatFormat, FloatTile, decode_columns, decode_tile, pack_columns};
-use formats::{Format, Tile};
+use formats::{Format, Scales, Tile};
 use lanes::Lanes;
 use pack::{RawRows, blocks_per_row, pack_blocks};
+use std::ops::Range;
 
 /// Tokens that the tile kernels take together.
 pub const TOKENS: usize = 4;
@@ -73,30 +79,31 @@ pub trait Isa: Copy + Send + Sync + 'static {
 
     /// Up to so many tokens, blocks are unpacked in registers, without the detour through a tile.
     const FUSED: usize = 0;
+    // `out[stream][token][row] += ...`, the streams advancing together.
     fn fused_byte_blocks<F: Format>(
         self,
-        _blocks: &[F::Block],
-        _tile: &mut Tile,
-        _acts: &ByteActs,
-        _out: &mut [[f32; ROWS]],
+        _: &[Stream<'_, F::Block>],
+        _: &mut [Scales; STREAMS],
+        _: &ByteActs,
+        _: &mut [[f32; ROWS]],
     ) {
         unreachable!("FUSED is 0")
     }
     fn fused_byte_super<F: Format, const SUBS: usize>(
         self,
-        _block: &F::Block,
-        _tile: &mut Tile,
-        _acts: &SuperActs,
-        _out: &mut [[f32; ROWS]],
+        _: &[Stream<'_, F::Block>],
+        _: &mut [Scales; STREAMS],
+        _: &SuperActs,
+        _: &mut [[f32; ROWS]],
     ) {
         unreachable!("FUSED is 0")
     }
     fn fused_word_blocks<F: Format>(
         self,
-        _blocks: &[F::Block],
-        _tile: &mut Tile,
-        _acts: &WordActs,
-        _out: &mut [[f32; ROWS]],
+        _: &[Stream<'_, F::Block>],
+        _: &mut [Scales; STREAMS],
+        _: &WordActs,
+        _: &mut [[f32; ROWS]],
     ) {
         unreachable!("FUSED is 0")
     }
@@ -240,92 +247,151 @@ pub enum Source<'a> {
     Raw(RawRows<'a>),
 }
 
-/// Prefetches and views the packed blocks of a chunk, or packs them from raw rows.
+/// What a thread needs beside its inputs and outputs. Kept between tasks: to clear it would cost as much as a row of weights.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct Scratch {
+    pub tile: Tile,
+    pub scales: [Scales; STREAMS],
+    pub decoded: FloatTile,
+    /// One chunk of raw weights, interleaved.
+    pub packed: [Chunk; STREAMS],
+    /// `[group][token][row]`
+    pub out: [[f32; ROWS]; MAX_BLOCK],
+}
+
+/// Room for one chunk of any encoding: f32 takes the most.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct Chunk([u32; ROWS * CHUNK]);
+
+impl Chunk {
+    /// Its first `count` items.
+    #[inline(always)]
+    fn of<T: Copy>(&mut self, count: usize) -> &mut [T] {
+        assert!(count * size_of::<T>() <= size_of::<Self>() && align_of::<T>() <= 64);
+        // SAFETY: it fits, as asserted; the types used are blocks and numbers, of which any bytes are valid.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), count) }
+    }
+}
+
+/// A row group's blocks of one chunk, and where as many lie that will be wanted soon.
+#[derive(Clone, Copy)]
+pub struct Stream<'a, B> {
+    pub blocks: &'a [B],
+    pub next: *const B,
+}
+
+/// Most row groups that advance together.
+pub const STREAMS: usize = 2;
+
+/// Views the packed blocks of a chunk, or packs them from raw rows; `skip` row groups lie between this stream's and those it goes on with.
 #[inline(always)]
-fn chunk_blocks<'a, I: Isa, F: Format>(
+fn stream<'a, I: Isa, F: Format>(
     isa: I,
     source: Source<'a>,
     group: usize,
     nb: usize,
     first: usize,
+    skip: usize,
     scratch: &'a mut [F::Block],
-) -> &'a [F::Block] {
+) -> Stream<'a, F::Block> {
     match source {
         Source::Packed(bytes) => {
             let (len, count) = (size_of::<F::Block>(), scratch.len());
             let chunk = &bytes[(group * nb + first) * len..][..count * len];
             debug_assert!(chunk.as_ptr().cast::<F::Block>().is_aligned());
-            for line in (0..count * len).step_by(64) {
-                isa.prefetch(chunk.as_ptr().wrapping_add(line + PREFETCH));
-            }
             // SAFETY: packed data starts aligned and consists of whole blocks; any bytes are a valid block.
-            unsafe { std::slice::from_raw_parts(chunk.as_ptr().cast(), count) }
+            let blocks: &[F::Block] = unsafe { std::slice::from_raw_parts(chunk.as_ptr().cast(), count) };
+            let ahead = if first + count < nb { count } else { count + skip * nb };
+            Stream { blocks, next: blocks.as_ptr().wrapping_add(ahead) }
         }
         Source::Raw(raw) => {
             pack_blocks::<_, F>(isa, raw, group, first, scratch);
-            scratch
+            Stream { blocks: scratch, next: scratch.as_ptr() }
         }
     }
 }
 
-/// How far ahead of the unpacker packed weights are asked for.
-const PREFETCH: usize = 2048;
-
-/// `out[token][row] = ` product of row group `group` with the tokens of one block, whose activations are `acts[chunk][group]`.
+/// `out[group][token][row] = ` product of the row groups, at most [`STREAMS`], with the tokens of one block, whose activations are
+/// `acts[chunk][group of four]`. The row groups advance together: memory is read in as many streams, which is what its bandwidth wants.
 #[inline(always)]
-pub fn row_group<I: Isa, F: Format>(
+pub fn row_groups<'s, I: Isa, F: Format>(
     isa: I,
     source: Source<'_>,
-    group: usize,
+    groups: Range<usize>,
     cols: usize,
     acts: &[<F::Family as Family>::Acts],
-    tile: &mut Tile,
-    out: &mut [[f32; ROWS]],
-) {
+    tokens: usize,
+    scratch: &'s mut Scratch,
+) -> &'s mut [[f32; ROWS]] {
     let nb = blocks_per_row::<F>(cols);
     let per_chunk = CHUNK / <F::Family as Family>::ELEMENTS;
+    let fused = tokens <= I::FUSED;
+    let Scratch { tile, scales, packed, out, .. } = scratch;
+    let out = &mut out[..groups.len() * tokens];
     out.fill([0.0; ROWS]);
-    // SAFETY: plain bytes, any of them valid.
-    let mut scratch: [F::Block; 8] = unsafe { std::mem::zeroed() };
-    for (chunk, acts) in acts.chunks_exact(out.len().div_ceil(TOKENS)).enumerate() {
+    for (chunk, acts) in acts.chunks_exact(tokens.div_ceil(TOKENS)).enumerate() {
         let first = chunk * per_chunk;
         let count = per_chunk.min(nb - first);
-        let blocks = chunk_blocks::<I, F>(isa, source, group, nb, first, &mut scratch[..count]);
-        if out.len() <= I::FUSED {
-            <F::Family as Family>::fused::<I, F>(isa, blocks, tile, &acts[0], out);
+        if fused {
+            let mut streams = [Stream::<F::Block> { blocks: &[], next: std::ptr::null() }; STREAMS];
+            for ((group, packed), s) in groups.clone().zip(packed.iter_mut()).zip(&mut streams) {
+                *s = stream::<I, F>(isa, source, group, nb, first, groups.len() - 1, packed.of(count));
+            }
+            <F::Family as Family>::fused::<I, F>(isa, &streams[..groups.len()], scales, &acts[0], out);
             continue;
         }
-        for (slot, block) in blocks.iter().enumerate() {
-            formats::unpack::<I::V, F>(block, slot, tile);
+        for (group, out) in groups.clone().zip(out.chunks_exact_mut(tokens)) {
+            let s = stream::<I, F>(isa, source, group, nb, first, groups.len() - 1, packed[0].of(count));
+            for (slot, block) in s.blocks.iter().enumerate() {
+                formats::unpack::<I::V, F>(block, slot, tile);
+            }
+            let parts = acts.len().min(4);
+            for (i, (acts, out)) in acts.iter().zip(out.chunks_mut(TOKENS)).enumerate() {
+                // A few lines at a time: a core has room for a dozen or two of misses.
+                if i < parts {
+                    for slot in 0..count {
+                        prefetch(isa, s.next.wrapping_add(slot), i, parts);
+                    }
+                }
+                <F::Family as Family>::apply::<I, F>(isa, tile, acts, out.len(), count, out);
+            }
         }
-        for (acts, out) in acts.iter().zip(out.chunks_mut(TOKENS)) {
-            <F::Family as Family>::apply::<I, F>(isa, tile, acts, out.len(), count, out);
-        }
+    }
+    out
+}
+
+/// Asks for part `part` of `parts` of a value's cache lines.
+#[inline(always)]
+pub fn prefetch<I: Isa, T>(isa: I, value: *const T, part: usize, parts: usize) {
+    let lines = size_of::<T>().div_ceil(64);
+    for line in lines * part / parts..lines * (part + 1) / parts {
+        isa.prefetch(value.cast::<u8>().wrapping_add(64 * line));
     }
 }
 
-/// The same with weights decoded to f32.
+/// The same with weights decoded to f32, one row group.
 #[inline(always)]
-pub fn row_group_decoded<I: Isa, F: Format>(
+pub fn row_group_decoded<'s, I: Isa, F: Format>(
     isa: I,
     source: Source<'_>,
     group: usize,
     cols: usize,
     acts: &[FloatActs],
-    tile: &mut Tile,
-    decoded: &mut FloatTile,
-    out: &mut [[f32; ROWS]],
-) {
+    tokens: usize,
+    scratch: &'s mut Scratch,
+) -> &'s mut [[f32; ROWS]] {
     let nb = blocks_per_row::<F>(cols);
     let per_chunk = CHUNK / <F::Family as Family>::ELEMENTS;
+    let Scratch { tile, decoded, packed, out, .. } = scratch;
+    let out = &mut out[..tokens];
     out.fill([0.0; ROWS]);
-    // SAFETY: plain bytes, any of them valid.
-    let mut scratch: [F::Block; 8] = unsafe { std::mem::zeroed() };
-    for (chunk, acts) in acts.chunks_exact(out.len().div_ceil(TOKENS)).enumerate() {
+    for (chunk, acts) in acts.chunks_exact(tokens.div_ceil(TOKENS)).enumerate() {
         let first = chunk * per_chunk;
         let count = per_chunk.min(nb - first);
-        let blocks = chunk_blocks::<I, F>(isa, source, group, nb, first, &mut scratch[..count]);
-        for (slot, block) in blocks.iter().enumerate() {
+        let s = stream::<I, F>(isa, source, group, nb, first, 0, packed[0].of(count));
+        for (slot, block) in s.blocks.iter().enumerate() {
             formats::unpack::<I::V, F>(block, slot, tile);
         }
         let cols = count * <F::Family as Family>::ELEMENTS;
@@ -334,23 +400,24 @@ pub fn row_group_decoded<I: Isa, F: Format>(
             isa.float(decoded, acts, out.len(), cols, out);
         }
     }
+    out
 }
 
 /// The same for float weights.
 #[inline(always)]
-pub fn row_group_float<I: Isa, F: FloatFormat>(
+pub fn row_group_float<'s, I: Isa, F: FloatFormat>(
     isa: I,
     source: Source<'_>,
     group: usize,
     cols: usize,
     acts: &[FloatActs],
-    decoded: &mut FloatTile,
-    out: &mut [[f32; ROWS]],
-) {
+    tokens: usize,
+    scratch: &'s mut Scratch,
+) -> &'s mut [[f32; ROWS]] {
+    let Scratch { decoded, packed, out, .. } = scratch;
+    let out = &mut out[..tokens];
     out.fill([0.0; ROWS]);
-    // SAFETY: plain numbers, any bits of them valid.
-    let mut scratch: [[F::Element; ROWS]; CHUNK] = unsafe { std::mem::zeroed() };
-    for (chunk, acts) in acts.chunks_exact(out.len().div_ceil(TOKENS)).enumerate() {
+    for (chunk, acts) in acts.chunks_exact(tokens.div_ceil(TOKENS)).enumerate() {
         let first = chunk * CHUNK;
         let count = CHUNK.min(cols - first);
         let planes: &[[F::Element; ROWS]] = match source {
@@ -362,8 +429,9 @@ pub fn row_group_float<I: Isa, F: FloatFormat>(
                 unsafe { std::slice::from_raw_parts(chunk.as_ptr().cast(), count) }
             }
             Source::Raw(raw) => {
-                pack_columns::<F>(raw, group, first, &mut scratch[..count]);
-                &scratch[..count]
+                let planes = packed[0].of(count);
+                pack_columns::<F>(raw, group, first, planes);
+                planes
             }
         };
         decode_columns::<I, F>(isa, planes, decoded);
@@ -371,6 +439,7 @@ pub fn row_group_float<I: Isa, F: FloatFormat>(
             isa.float(decoded, acts, out.len(), count, out);
         }
     }
+    out
 }
 
 /// Runs `$body` with `$F` the [`Format`] of a GGUF type id, or `$float` with `$G` the [`FloatFormat`].

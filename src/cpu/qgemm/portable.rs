@@ -49,9 +49,9 @@ impl Isa for Portable {
                 let offset = if F::SHIFT > 0 { pair_sum(acts.minus_sum[b][t]) << F::SHIFT } else { 0 };
                 for (r, y) in out.iter_mut().enumerate() {
                     let dot = byte_dot(&tile.q[steps.clone()], &acts.q[steps.clone()], r, t) + offset;
-                    *y += dot as f32 * (tile.scale[b][r] * acts.d[b][t]);
+                    *y += dot as f32 * (tile.scales.scale[b][r] * acts.d[b][t]);
                     if F::MIN {
-                        *y += tile.min[b][r] * acts.sum[b][t];
+                        *y += tile.scales.min[b][r] * acts.sum[b][t];
                     }
                 }
             }
@@ -75,13 +75,17 @@ impl Isa for Portable {
                     let offset =
                         if F::SHIFT > 0 { sums.iter().map(|s| pair_sum(s[t])).sum::<i32>() << F::SHIFT } else { 0 };
                     let sub = byte_dot(&tile.q[range.clone()], &acts.q[range], r, t) + offset;
-                    dot += sub * i32::from(tile.sub_scale[j][r] as i16);
+                    dot += sub * i32::from(tile.scales.sub_scale[j][r] as i16);
                 }
-                *y += dot as f32 * (tile.scale[0][r] * acts.d[t]);
+                *y += dot as f32 * (tile.scales.scale[0][r] * acts.d[t]);
                 if F::MIN {
-                    for j in 0..SUBS {
-                        *y += tile.min[j][r] * if SUBS == 16 { acts.sum16[j][t] } else { acts.sum32[j][t] };
+                    let mut sum = 0;
+                    for i in 0..SUBS / 2 {
+                        let (min, sums) = (tile.scales.sub_min[i][r], acts.sums::<SUBS>()[i][t]);
+                        sum += i32::from(min as i16) * i32::from(sums as i16)
+                            + i32::from((min >> 16) as i16) * i32::from((sums >> 16) as i16);
                     }
+                    *y += sum as f32 * (tile.scales.min[0][r] * acts.d[t]);
                 }
             }
         }
@@ -97,7 +101,7 @@ impl Isa for Portable {
                         dot += i32::from(q as i16) * i32::from(a as i16)
                             + i32::from((q >> 16) as i16) * i32::from((a >> 16) as i16);
                     }
-                    *y += dot as f32 * (tile.scale[b][r] * acts.d[b][t]);
+                    *y += dot as f32 * (tile.scales.scale[b][r] * acts.d[b][t]);
                 }
             }
         }
