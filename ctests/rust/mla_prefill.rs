@@ -331,8 +331,16 @@ fn compare(what: &str, have: &Results, want: &Results) {
 
 /// Shapes that between them have every value of every list.
 fn grid() -> Vec<Shape> {
-    let caches: [(DType, Option<(DType, u32)>); 6] =
-        [(F32, None), (BF16, None), (F8E4M3, None), (F8E4M3, Some((F32, 128))), (F16, None), (F8E4M3, Some((BF16, 0)))];
+    let caches: [(DType, Option<(DType, u32)>); 8] = [
+        (F32, None),
+        (BF16, None),
+        (F8E4M3, None),
+        (F8E4M3, Some((F32, 128))),
+        (F16, None),
+        (F8E4M3, Some((BF16, 0))),
+        (F8E4M3, Some((F8E8M0, 32))),
+        (F8E4M3, Some((F8E8M0, 0))),
+    ];
     let batches: [&[(u32, u32)]; 7] = [
         &[(0, 20)],
         &[(0, 0), (3, 17), (0, 1)],
@@ -345,7 +353,7 @@ fn grid() -> Vec<Shape> {
     let widths = [(64, 32, 64), (24, 8, 40), (128, 64, 128), (17, 6, 5)];
     (0..84)
         .map(|i| {
-            let (cache, scales) = caches[i % 6];
+            let (cache, scales) = caches[(i + i / 8) % 8];
             let (nope, rope, v) = widths[i / 2 % 4];
             Shape {
                 dtype: [F32, BF16, F16][i / 3 % 3],

@@ -159,8 +159,13 @@ fn group_scale<S: Simd, A: Element>(s: S, x: &[A], dtype: DType) -> f32 {
 /// `cast(x / scale)`
 #[inline(always)]
 fn quantize<S: Simd, A: Element, T: Element>(s: S, x: &[A], scale: f32, y: &mut [T]) {
-    let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks_mut());
     let divisor = s.splat(scale);
+    let ((pairs, x), (y_pairs, y)) = (x.as_chunks(), y.as_chunks_mut());
+    for (x, y) in pairs.iter().zip(y_pairs) {
+        let [a, b] = s.load_pair(x);
+        s.store_pair(y, [s.div(a, divisor), s.div(b, divisor)]);
+    }
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks_mut());
     for (x, y) in x.iter().zip(y) {
         s.store(y, s.div(s.load(x), divisor));
     }
@@ -172,8 +177,13 @@ fn quantize<S: Simd, A: Element, T: Element>(s: S, x: &[A], scale: f32, y: &mut 
 /// `cast(x * scale)`
 #[inline(always)]
 fn dequantize<S: Simd, T: Element, A: Element>(s: S, x: &[T], scale: f32, y: &mut [A]) {
-    let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks_mut());
     let factor = s.splat(scale);
+    let ((pairs, x), (y_pairs, y)) = (x.as_chunks(), y.as_chunks_mut());
+    for (x, y) in pairs.iter().zip(y_pairs) {
+        let [a, b] = s.load_pair(x);
+        s.store_pair(y, [s.mul(a, factor), s.mul(b, factor)]);
+    }
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks_mut());
     for (x, y) in x.iter().zip(y) {
         s.store(y, s.mul(s.load(x), factor));
     }

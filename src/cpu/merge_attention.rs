@@ -72,21 +72,24 @@ impl Kernel for Merge<'_> {
 /// Each `x` is readable and `y` writable for `width` elements; `y` is disjoint from an `x` or the same memory.
 #[inline(always)]
 unsafe fn merge_row<S: Simd, T: Element>(s: S, sides: [(f64, *const T); 2], y: *mut T, width: usize) {
-    let whole = width / LANES * LANES;
+    const STEP: usize = 2 * LANES;
+    let whole = width / STEP * STEP;
     let weights = sides.map(|(w, _)| w as f32);
     let counts = sides.map(|(w, _)| w != 0.0);
-    for i in (0..whole).step_by(LANES) {
-        let mut sum = s.splat(0.0);
+    for i in (0..whole).step_by(STEP) {
+        let mut sums = [s.splat(0.0); 2];
         for side in 0..2 {
             if counts[side] {
-                // SAFETY: `i + LANES <= width`.
-                let x = unsafe { sides[side].1.add(i).cast::<[T; LANES]>().read() };
-                let part = s.mul(s.splat(weights[side]), s.load(&x));
-                sum = if side == 1 && counts[0] { s.add(sum, part) } else { part };
+                // SAFETY: `i + STEP <= width`.
+                let x = s.load_pair(&unsafe { sides[side].1.add(i).cast::<[T; STEP]>().read() });
+                for j in 0..2 {
+                    let part = s.mul(s.splat(weights[side]), x[j]);
+                    sums[j] = if side == 1 && counts[0] { s.add(sums[j], part) } else { part };
+                }
             }
         }
         // SAFETY: as above.
-        s.store(unsafe { &mut *y.add(i).cast::<[T; LANES]>() }, sum);
+        s.store_pair(unsafe { &mut *y.add(i).cast::<[T; STEP]>() }, sums);
     }
     for i in whole..width {
         let mut sum = 0.0;

@@ -9,8 +9,9 @@
 //! and nearly all of its time is the dot products: T x S x H x D multiply-adds. What is done differently:
 //!
 //! * A block of up to [`TOKENS`] tokens of one sequence shares the walk over the keys. [`KEYS`] keys are fetched from their pages, decoded to f32 and
-//!   transposed once a block, `[D][KEYS]` (12 KB at D = 128: the first-level cache); q lies decoded as `[H / HEADS][D][HEADS]`. One tile is HEADS x KEYS sums in 12
-//!   registers, per column 3 loads of keys, 4 broadcasts of q, 12 FMAs. relu, weight and the sum over heads happen on the registers.
+//!   transposed once a block, `[D][KEYS]` (8 KB at D = 128: the first-level cache); q lies decoded as `[H / HEADS][D][HEADS]`. One tile is HEADS x KEYS sums in 12
+//!   registers, per column 2 loads of keys, 6 broadcasts of q, 12 FMAs, and one register to spare: with none, compilers keep a sum in memory, and its
+//!   additions then wait for each other there. relu, weight and the sum over heads happen on the registers.
 //! * A tile's scores go straight through a filter: what beats the row's k-th best so far is appended to the row's candidates, and when there are twice as
 //!   many as asked for, a selection brings them back to k and raises the bar. Candidates are integers whose order is that of the result (score falling, NaN last,
 //!   position rising), no two equal: the k smallest of any split of the keys are the same, whoever selects them when.
@@ -38,14 +39,14 @@ pub static IMPLS: &[Impl<MlaIndexerFp8>] = &[
     reference::MLA_INDEXER_FP8,
 ];
 
-/// Keys of a tile: three registers of lanes.
-const KEYS: usize = 3 * LANES;
-/// Heads of a tile: 4 x 3 sums, 3 keys and a broadcast fill 16 registers.
-const HEADS: usize = 4;
+/// Keys of a tile: two registers of lanes.
+const KEYS: usize = 2 * LANES;
+/// Heads of a tile: 6 x 2 sums, 2 keys and a broadcast in 16 registers.
+const HEADS: usize = 6;
 /// Tokens that share decoded keys. 8 make the decoding a hundredth of the work, and their q (256 KB at 64 x 128) stays in the second-level cache.
 const TOKENS: usize = 8;
 /// A key range given to one thread is at least this long.
-const MIN_PART: usize = 16 * KEYS;
+const MIN_PART: usize = 24 * KEYS;
 
 /// A column of a key tile.
 type Column = [[f32; LANES]; KEYS / LANES];
@@ -312,6 +313,8 @@ impl Kernel for Score<'_, '_> {
                 for (q, weights) in q.chunks_exact(depth).zip(weights.chunks(HEADS)) {
                     match weights.len() {
                         HEADS => add_heads::<S, HEADS>(s, q, keys, weights, &mut sums),
+                        5 => add_heads::<S, 5>(s, q, keys, weights, &mut sums),
+                        4 => add_heads::<S, 4>(s, q, keys, weights, &mut sums),
                         3 => add_heads::<S, 3>(s, q, keys, weights, &mut sums),
                         2 => add_heads::<S, 2>(s, q, keys, weights, &mut sums),
                         _ => add_heads::<S, 1>(s, q, keys, weights, &mut sums),
@@ -431,7 +434,7 @@ fn add_heads<S: Simd, const M: usize>(
 ) {
     let mut dots = [[s.splat(0.0); KEYS / LANES]; M];
     for (q, column) in q.iter().zip(keys) {
-        let k = [s.load(&column[0]), s.load(&column[1]), s.load(&column[2])];
+        let k = [s.load(&column[0]), s.load(&column[1])];
         for h in 0..M {
             let x = s.splat(q[h]);
             for v in 0..KEYS / LANES {

@@ -117,6 +117,8 @@ struct Scratch {
     /// `[heads, panels]`: whether all values of a panel are finite.
     finite: Span<bool>,
     lanes: Span<f32>,
+    /// The norm's weights as f32.
+    gamma: Span<f32>,
 }
 
 impl Scratch {
@@ -129,6 +131,7 @@ impl Scratch {
             heads: arena.take(z.heads),
             finite: arena.take(z.panels.saturating_mul(heads)),
             lanes: arena.take(z.lane.saturating_mul(z.lanes)),
+            gamma: arena.take(z.latent),
         }
     }
 }
@@ -211,12 +214,14 @@ impl Prefill<'_, '_> {
     /// Rope q and finish the new cache rows.
     fn finish(&self, finish: &Finish) -> Result<()> {
         let tokens = self.a.batch.tokens();
-        let mut gamma = vec![0.0; self.a.kv_lora_rank];
-        simd::run(self.ctx.isa, LoadRow { view: &finish.gamma, index: [], out: &mut gamma });
+        // SAFETY: no task runs yet.
+        let gamma = unsafe { self.scratch.gamma.slice_mut(0, self.sizes.latent) };
+        simd::run(self.ctx.isa, LoadRow { view: &finish.gamma, index: [], out: gamma });
+        let gamma = &*gamma;
         self.ctx.threads.run_with_lane(tokens.div_ceil(TOKENS), |lane, task| {
             let tokens = task * TOKENS..tokens.min((task + 1) * TOKENS);
             let scratch = self.lane(lane);
-            simd::run(self.ctx.isa, FinishTokens { a: self.a, finish, gamma: &gamma, tokens, scratch });
+            simd::run(self.ctx.isa, FinishTokens { a: self.a, finish, gamma, tokens, scratch });
         })
     }
 

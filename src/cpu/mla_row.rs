@@ -46,10 +46,22 @@ impl<'a> Rotation<'a> {
         // SAFETY (all below): offsets stay below `width`; every element is read before any element of its pair is written.
         match self.rope {
             Rope::Interleaved => {
-                for (i, (a, b)) in a.iter().zip(b).enumerate() {
+                let (pairs, single) = a.as_chunks::<2>();
+                for (i, (a, b)) in pairs.iter().zip(b.as_chunks::<2>().0).enumerate() {
+                    // SAFETY: as above.
+                    let v = s.load_pair(&unsafe { x.add(i * 2 * LANES).cast::<[T; 2 * LANES]>().read() });
+                    let mut r = v;
+                    for j in 0..2 {
+                        r[j] = s.add(s.mul(v[j], s.load(&a[j])), s.mul(s.swap_pairs(v[j]), s.load(&b[j])));
+                    }
+                    // SAFETY: as above.
+                    s.store_pair(unsafe { &mut *y.add(i * 2 * LANES).cast::<[T; 2 * LANES]>() }, r);
+                }
+                if let [a] = single {
+                    let i = b.len() - 1;
                     // SAFETY: as above.
                     let v = s.load(&unsafe { x.add(i * LANES).cast::<[T; LANES]>().read() });
-                    let r = s.add(s.mul(v, s.load(a)), s.mul(s.swap_pairs(v), s.load(b)));
+                    let r = s.add(s.mul(v, s.load(a)), s.mul(s.swap_pairs(v), s.load(&b[i])));
                     // SAFETY: as above.
                     s.store(unsafe { &mut *y.add(i * LANES).cast::<[T; LANES]>() }, r);
                 }

@@ -61,6 +61,31 @@ fn round_bf16(x: __m256) -> __m256i {
     _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x)))
 }
 
+/// As [`round_bf16`] of what is not NaN.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn round_ordered_bf16(x: __m256) -> __m256i {
+    let bits = _mm256_castps_si256(x);
+    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+    let half = _mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff));
+    _mm256_srli_epi32::<16>(_mm256_add_epi32(half, odd))
+}
+
+/// Low words of the 32-bit lanes of `a`, then of `b`, each at most 65535.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn pack_word_pairs(a: __m256i, b: __m256i) -> __m256i {
+    _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(a, b))
+}
+
+/// Low bytes of the 32-bit lanes of `a`, then of `b`, each at most 255.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn pack_byte_pairs(a: __m256i, b: __m256i) -> __m128i {
+    let words = pack_word_pairs(a, b);
+    _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words))
+}
+
 /// e4m3 is half precision's top byte with 8 less in the exponent: widen to f16 bits, convert (no penalty for subnormals there), times 2^8.
 #[target_feature(enable = "avx2,f16c")]
 #[inline]
@@ -139,6 +164,37 @@ impl Simd for Avx2 {
                     for (y, x) in y.iter_mut().zip(lanes) {
                         *y = T::from_f32(x);
                     }
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn store_pair<T: Element>(self, y: &mut [T; 2 * LANES], [a, b]: [__m256; 2]) {
+        let p = y.as_mut_ptr();
+        // SAFETY: the features as above; each store writes the array's own 16 elements, whose size `Plain` ties to DTYPE.
+        unsafe {
+            match T::DTYPE {
+                DType::BF16 if _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(a, b)) == 0 => {
+                    _mm256_storeu_si256(p.cast(), pack_word_pairs(round_ordered_bf16(a), round_ordered_bf16(b)))
+                }
+                DType::F8E4M3 => {
+                    let (a, b) = (
+                        encode_fp8::<3, 20, 7>(a, crate::fp8::E4M3_MAX),
+                        encode_fp8::<3, 20, 7>(b, crate::fp8::E4M3_MAX),
+                    );
+                    _mm_storeu_si128(p.cast(), pack_byte_pairs(a, b))
+                }
+                DType::F8E5M2 => {
+                    let (a, b) = (
+                        encode_fp8::<2, 21, 15>(a, crate::fp8::E5M2_MAX),
+                        encode_fp8::<2, 21, 15>(b, crate::fp8::E5M2_MAX),
+                    );
+                    _mm_storeu_si128(p.cast(), pack_byte_pairs(a, b))
+                }
+                _ => {
+                    self.store(y.first_chunk_mut().unwrap(), a);
+                    self.store(y.last_chunk_mut().unwrap(), b);
                 }
             }
         }

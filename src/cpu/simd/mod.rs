@@ -28,6 +28,16 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn load<T: Element>(self, x: &[T; LANES]) -> Self::F;
     /// Round from f32: to nearest even, fp8 saturates.
     fn store<T: Element>(self, y: &mut [T; LANES], x: Self::F);
+    /// Two vectors, one after the other: narrow dtypes share the packing.
+    #[inline(always)]
+    fn store_pair<T: Element>(self, y: &mut [T; 2 * LANES], x: [Self::F; 2]) {
+        self.store(y.first_chunk_mut().unwrap(), x[0]);
+        self.store(y.last_chunk_mut().unwrap(), x[1]);
+    }
+    #[inline(always)]
+    fn load_pair<T: Element>(self, x: &[T; 2 * LANES]) -> [Self::F; 2] {
+        [self.load(x.first_chunk().unwrap()), self.load(x.last_chunk().unwrap())]
+    }
     /// What is left of `x` after it went through `T`.
     fn round<T: Element>(self, x: Self::F) -> Self::F;
 
@@ -136,6 +146,10 @@ pub fn run<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
 #[inline(always)]
 pub fn convert<S: Simd, A: Element, B: Element>(s: S, x: &[A], y: &mut [B]) {
     debug_assert_eq!(x.len(), y.len());
+    let ((pairs, x), (y_pairs, y)) = (x.as_chunks(), y.as_chunks_mut());
+    for (x, y) in pairs.iter().zip(y_pairs) {
+        s.store_pair(y, s.load_pair(x));
+    }
     let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks_mut());
     for (x, y) in x.iter().zip(y) {
         s.store(y, s.load(x));
