@@ -21,17 +21,35 @@ const FAST: [Level; 3] = [Level::Scalar, Level::Avx2, Level::Avx512];
 const HEAD: usize = 7;
 
 struct Weights {
-    format: &'static Format,
+    formats: [&'static Format; 3],
+    /// Of K, V and each head of Q.
+    head: usize,
     cols: usize,
+    /// Bytes between the rows.
+    gaps: [usize; 3],
     raw: [Vec<u8>; 3],
     rows: [usize; 3],
 }
 
 impl Weights {
     fn new(format: &'static Format, q_rows: usize, cols: usize) -> Self {
-        let rows = [q_rows, HEAD, HEAD];
-        let raw = [0, 1, 2].map(|i| random_rows(format, rows[i], cols, 7 + i as u64));
-        Weights { format, cols, raw, rows }
+        Self::mixed([format; 3], HEAD, q_rows, cols)
+    }
+
+    fn mixed(formats: [&'static Format; 3], head: usize, q_rows: usize, cols: usize) -> Self {
+        let rows = [q_rows, head, head];
+        let raw = [0, 1, 2].map(|i| random_rows(formats[i], rows[i], cols, 7 + i as u64));
+        Weights { formats, head, cols, gaps: [0; 3], raw, rows }
+    }
+
+    fn row_bytes(&self, i: usize) -> usize {
+        self.raw[i].len() / self.rows[i]
+    }
+
+    /// The rows as they lie in memory.
+    fn spread(&self, i: usize) -> Vec<u8> {
+        let gap = vec![0xff; self.gaps[i]];
+        self.raw[i].chunks_exact(self.row_bytes(i)).flat_map(|row| [row, &gap].concat()).collect()
     }
 
     /// Q, K and V rows of all tokens as f32; K and V from an F32 cache.
@@ -41,8 +59,8 @@ impl Weights {
         options.struct_size = size_of_val(&options);
         options.dtype = DType::F32 as i32;
         (options.num_blocks, options.num_layers, options.page_size) = (tokens.div_ceil(5) as u32, 1, 5);
-        (options.num_heads, options.head_size) = (1, HEAD as u32);
-        let blocks = Tensor::new(DType::F32, &[options.num_blocks as usize, 2, 1, 5, 1, HEAD]);
+        (options.num_heads, options.head_size) = (1, self.head as u32);
+        let blocks = Tensor::new(DType::F32, &[options.num_blocks as usize, 2, 1, 5, 1, self.head]);
         options.blocks = blocks.buffer();
         let collection = Collection::new(ctx, &options);
         let mut next = 0;
@@ -50,11 +68,13 @@ impl Weights {
             next += 1;
             next - 1
         });
+        let data = [0, 1, 2].map(|i| self.spread(i));
         let handles = [0, 1, 2].map(|i| {
             let mut o: pkv_gguf_weight_options = zeroed();
             o.struct_size = size_of_val(&o);
-            (o.data, o.data_size) = (self.raw[i].as_ptr().cast(), self.raw[i].len());
-            (o.rows, o.cols, o.encoding, o.flags) = (self.rows[i] as i64, self.cols as i64, self.format.id, flags);
+            (o.data, o.data_size) = (data[i].as_ptr().cast(), data[i].len() - self.gaps[i]);
+            (o.rows, o.cols, o.encoding, o.flags) = (self.rows[i] as i64, self.cols as i64, self.formats[i].id, flags);
+            o.row_bytes = (self.row_bytes(i) + self.gaps[i]) as i64;
             let mut handle = std::ptr::null_mut();
             // SAFETY: options hold live pointers.
             ok(|e| unsafe { pkv_gguf_weight_create(ctx.0, &o, &mut handle, e) });
@@ -72,19 +92,21 @@ impl Weights {
         handles.into_iter().for_each(|h| unsafe { pkv_gguf_weight_destroy(h) });
         let cache = blocks.to_f32();
         let rows = |kv: usize| {
-            (0..tokens).flat_map(|t| cache[((t / 5 * 2 + kv) * 5 + t % 5) * HEAD..][..HEAD].to_vec()).collect()
+            (0..tokens)
+                .flat_map(|t| cache[((t / 5 * 2 + kv) * 5 + t % 5) * self.head..][..self.head].to_vec())
+                .collect()
         };
         [q.to_f32(), rows(0), rows(1)]
     }
 
     /// The exact products in f64, and the bound: 1.1 x the error of exact arithmetic on activations rounded to 8 bits.
     fn exact(&self, x: &[f32], i: usize) -> (Vec<f64>, f64) {
-        let block = self.format.activation_block.max(1);
+        let block = self.formats[i].activation_block.max(1);
         let mut w = vec![0.0; self.cols];
         let decoded: Vec<Vec<f32>> = self.raw[i]
-            .chunks_exact(self.raw[i].len() / self.rows[i])
+            .chunks_exact(self.row_bytes(i))
             .map(|row| {
-                decode_row(self.format, row, &mut w);
+                decode_row(self.formats[i], row, &mut w);
                 w.clone()
             })
             .collect();
@@ -169,6 +191,58 @@ fn every_encoding_is_right_and_the_same_however_it_is_cut() {
                                 "{} {level:?} row {t}",
                                 format.name
                             );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn each_weight_has_its_own_encoding_and_row_stride() {
+    let x = activations(DType::F32, 3, 256);
+    for first in 0..FORMATS.len() {
+        let formats = [0, 5, 9].map(|i| &FORMATS[(first + i) % FORMATS.len()]);
+        let weights = Weights { gaps: [5, 0, 64], ..Weights::mixed(formats, HEAD, 21, 256) };
+        for level in FAST {
+            let ctx = context(level, 1);
+            for (compute, flags) in [(0, 0), (0, PKV_WEIGHT_PACK), (1, 0), (1, PKV_WEIGHT_PACK)] {
+                let have = weights.run(&ctx, &x, compute, flags);
+                for (i, format) in formats.into_iter().enumerate() {
+                    let alike = Weights::new(format, 21, 256).run(&ctx, &x, compute, flags);
+                    assert_eq!(
+                        bits(&have[i]),
+                        bits(&alike[i]),
+                        "{} as weight {i} {level:?} {compute} {flags}",
+                        format.name
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_narrow_matrix_has_the_bits_of_a_wide_one() {
+    const WIDE: usize = 65;
+    for format in FORMATS {
+        let cols = format.block_elements.max(32);
+        let x = activations(DType::F32, 17, cols);
+        let wide = Weights::mixed([format; 3], WIDE, WIDE, cols);
+        for level in FAST {
+            let ctx = context(level, 1);
+            for (compute, flags) in [(0, 0), (0, PKV_WEIGHT_PACK), (1, 0), (1, PKV_WEIGHT_PACK)] {
+                let all = wide.run(&ctx, &x, compute, flags);
+                for n in [1, 7, 63, WIDE] {
+                    let raw = wide.raw.each_ref().map(|raw| raw[..wide.row_bytes(0) * n].to_vec());
+                    let narrow = Weights { formats: [format; 3], head: n, cols, gaps: [0; 3], raw, rows: [n; 3] };
+                    for tokens in 1..=x.shape[0] {
+                        let first = Tensor::from_f32(DType::F32, &[tokens, cols], &x.to_f32()[..tokens * cols]);
+                        for (have, want) in narrow.run(&ctx, &first, compute, flags).iter().zip(&all) {
+                            let rows = have.chunks_exact(n).zip(want.chunks_exact(WIDE));
+                            let same = rows.into_iter().all(|(a, b)| bits(a) == bits(&b[..n]));
+                            assert!(same, "{} {n} x {cols} M {tokens} {level:?} {compute} {flags}", format.name);
                         }
                     }
                 }

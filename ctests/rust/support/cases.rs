@@ -86,6 +86,7 @@ impl Case {
 }
 
 /// A case's cache: blocks and scales as they were before, in a collection over them.
+#[derive(Clone)]
 struct Cache {
     blocks: Tensor,
     scales: Option<Tensor>,
@@ -202,24 +203,27 @@ fn same_bits(case: &Case, mut f: impl FnMut(&Context, bool) -> Vec<u8>) {
 fn unwritten_bits_stay(
     case: &Case,
     cache: &Cache,
-    before: &Tensor,
+    before: &Cache,
     slots: &[(usize, usize)],
     planes: &[(usize, usize)],
 ) {
-    let size = before.dtype.size();
-    let mut written = vec![false; before.bytes / size];
-    for &(block, slot) in slots {
-        for &(kv, layer) in planes {
-            written[cache.row(kv, layer, block, slot)..][..cache.row_len()].fill(true);
+    let check = |what: &str, now: &Tensor, before: &Tensor, row: &dyn Fn(usize, usize, usize, usize) -> usize| {
+        let (size, row_len) = (before.dtype.size(), row(0, 0, 0, 1) - row(0, 0, 0, 0));
+        let mut written = vec![false; before.bytes / size];
+        for &(block, slot) in slots {
+            for &(kv, layer) in planes {
+                written[row(kv, layer, block, slot)..][..row_len].fill(true);
+            }
         }
-    }
-    for (i, written) in written.iter().enumerate() {
-        let at = i * size..(i + 1) * size;
-        assert!(
-            *written || cache.blocks.bytes()[at.clone()] == before.bytes()[at],
-            "{}: element {i} was not to be written",
-            case.name
-        );
+        for (i, written) in written.iter().enumerate() {
+            let at = i * size..(i + 1) * size;
+            let same = now.bytes()[at.clone()] == before.bytes()[at];
+            assert!(*written || same, "{}: {what}[{i}] was not to be written", case.name);
+        }
+    };
+    check("blocks", &cache.blocks, &before.blocks, &|kv, layer, block, slot| cache.row(kv, layer, block, slot));
+    if let (Some(now), Some(before)) = (&cache.scales, &before.scales) {
+        check("scales", now, before, &|kv, layer, block, slot| cache.scale_row(kv, layer, block, slot));
     }
 }
 
@@ -345,7 +349,7 @@ fn rope(case: &Case) {
             ROPE.ok(ctx, &params, given);
             nearly_equal(case, "q_rope_output", &output, case.tensor("q_rope_output"));
             nearly_equal(case, "blocks", &cache.blocks, case.tensor("blocks_after"));
-            unwritten_bits_stay(case, &cache, case.tensor("blocks_before"), &cache.new_slots(&batch), &[(0, layer)]);
+            unwritten_bits_stay(case, &cache, &Cache::new(case), &cache.new_slots(&batch), &[(0, layer)]);
             if let Some(scales) = &cache.scales {
                 assert!(
                     relative_error(&scales.to_f32(), &case.tensor("scales_after").to_f32()) < 1e-2,
@@ -353,7 +357,7 @@ fn rope(case: &Case) {
                     case.name
                 );
             }
-            [output.bytes(), cache.blocks.bytes()].concat()
+            [output.bytes(), cache.blocks.bytes(), cache.scales.as_ref().map_or(&[], Tensor::bytes)].concat()
         });
     }
 }
@@ -377,7 +381,7 @@ fn prefill(case: &Case) {
             if poison {
                 cache.poison(&batch, layer);
             }
-            let before = cache.blocks.clone();
+            let before = cache.clone();
             let collection = cache.collection(ctx);
             let q = case.tensor("q").clone();
             let shape = &case.tensor("output").shape;
@@ -578,7 +582,7 @@ fn qkv(case: &Case) {
                 };
                 check("q", &q.to_f32(), "q_output", bounds[0]);
                 let slots = cache.new_slots(&batch);
-                unwritten_bits_stay(case, &cache, case.tensor("blocks_before"), &slots, &[(0, layer), (1, layer)]);
+                unwritten_bits_stay(case, &cache, &Cache::new(case), &slots, &[(0, layer), (1, layer)]);
                 let rounding = match cache.blocks.dtype {
                     DType::F32 => 0.0,
                     DType::BF16 => 2.5e-3,
@@ -591,8 +595,12 @@ fn qkv(case: &Case) {
                 }
                 if compute == 1 {
                     nearly_equal(case, "blocks", &cache.blocks, case.tensor("blocks_after"));
+                    if let Some(scales) = &cache.scales {
+                        let error = relative_error(&scales.to_f32(), &case.tensor("scales_after").to_f32());
+                        assert!(error < 1e-5, "{}: scales are off by {error:e}", case.name);
+                    }
                 }
-                [q.bytes(), cache.blocks.bytes()].concat()
+                [q.bytes(), cache.blocks.bytes(), cache.scales.as_ref().map_or(&[], Tensor::bytes)].concat()
             });
         }
     }
