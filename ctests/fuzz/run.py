@@ -7,6 +7,7 @@ Needs Rust (stable) and g++ only. The folder has cargo-fuzz's layout, so `cargo 
 The corpus grows in target/fuzz/corpus/TARGET; an input that fails is kept in target/fuzz/artifacts/TARGET, its path is printed, and the exit status is 1.
 To run one input again: target/fuzz/TRIPLE/release/TARGET PATH.
 """
+import concurrent.futures
 import os
 import pathlib
 import random
@@ -66,7 +67,8 @@ def main():
     if len(sys.argv) < 2 or not sys.argv[1].isdecimal() or int(sys.argv[1]) == 0 or set(sys.argv[2:]) - set(targets()):
         sys.exit(f"usage: {sys.argv[0]} SECONDS [TARGET ...]    targets: {', '.join(targets())}")
     folder = build()
-    results = [fuzz(folder / name, sys.argv[1]) for name in sys.argv[2:] or targets()]
+    with concurrent.futures.ThreadPoolExecutor() as side_by_side:
+        results = list(side_by_side.map(lambda name: fuzz(folder / name, sys.argv[1]), sys.argv[2:] or targets()))
     sys.exit(0 if all(results) else 1)
 
 

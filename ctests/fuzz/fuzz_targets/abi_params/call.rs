@@ -299,6 +299,7 @@ impl Call {
         let wild = source.below(3) == 1;
 
         let mut placed: Vec<(pkv_tensor, *mut u8)> = Vec::new();
+        let mut shared: Vec<usize> = Vec::new();
         for field in &self.tensors {
             let t: pkv_tensor = self.params.get(field.offset);
             let mut data = null_mut();
@@ -313,6 +314,9 @@ impl Call {
                 });
                 let wide = super::world::dtype_size(t.dtype).is_some_and(|size| size > 1);
                 let shift = usize::from(alias.is_none() && matters && wide && put_fault(source, "a misaligned tensor"));
+                if alias.is_some_and(|(_, other)| !other.is_null()) && len > 0 {
+                    shared.push(placed.len());
+                }
                 data = match alias {
                     Some((_, other)) => other,
                     None if len > MOST_BYTES => null_mut(),
@@ -435,6 +439,36 @@ impl Call {
             let again = call(&mut world, given, source);
             assert_eq!(again, PKV_OK);
             world.memory.assert_same(&first, "workspace", self.name);
+
+            // An output in an input's memory is what it is in memory of its own.
+            if !shared.is_empty() && !self.spoilt {
+                world.memory.restore();
+                for &i in &shared {
+                    let (field, (t, input)) = (&self.tensors[i], placed[i]);
+                    let own = world.memory.copy("output of its own", input);
+                    // SAFETY: the params placed above, whole because nothing is spoilt.
+                    unsafe { params.add(field.offset + offset_of!(pkv_tensor, data)).cast::<*mut u8>().write(own) };
+                    placed[i] = (t, own);
+                }
+                world.memory.remember();
+                let mut error = ErrorSlot::new(source);
+                // SAFETY: as above.
+                let status =
+                    unsafe { (self.run)(ctx, stream, params, pkv_buffer { data: null_mut(), size: 0 }, error.ptr) };
+                error.check(status, self.name);
+                assert_eq!(status, PKV_OK);
+                for &i in &shared {
+                    let (input, own) = (self.tensors[i].alias.map(|at| placed[at].1), placed[i].1);
+                    let in_place =
+                        first.get(world.memory.index_of(input.expect("it shared one"))).expect("placed before");
+                    assert!(
+                        world.memory.bytes(own) == in_place,
+                        "{}: {} in place differs",
+                        self.name,
+                        self.tensors[i].name
+                    );
+                }
+            }
         }
     }
 }

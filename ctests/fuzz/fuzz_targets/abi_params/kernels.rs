@@ -363,7 +363,8 @@ pub fn mla_indexer_fp8(source: &mut Source<'_>) {
         Wanted { dtypes: &[PKV_F8_E4M3], scales: &[PKV_F32], is_mla, num_heads: 1, head_size: depth, whole_rows: true };
     let world = World::new(source, wanted);
     type P = pkv_mla_indexer_fp8_params;
-    let (tokens, top_k) = (world.tokens(), source.within(1, 24));
+    // A byte is every top_k up to 256, so that no single one can hide.
+    let (tokens, top_k) = (world.tokens(), source.within(1, 256));
     let params = P {
         struct_size: size_of::<P>(),
         collection: world.collection,

@@ -52,9 +52,22 @@ impl Memory {
 
     /// The call may write this range of the piece that starts at `data`.
     pub fn allow(&mut self, data: *const u8, range: Range<usize>) {
-        let piece =
-            self.0.iter_mut().find(|p| std::ptr::eq(p.base.wrapping_add(p.shift), data)).expect("memory of ours");
-        piece.writable.push(range);
+        let piece = self.index_of(data);
+        self.0[piece].writable.push(range);
+    }
+
+    /// A piece of its own with the same bytes as the piece that starts at `data`.
+    pub fn copy(&mut self, name: &str, data: *const u8) -> *mut u8 {
+        let bytes = self.bytes(data).to_vec();
+        self.alloc(name, bytes.len(), 0, |to| to.copy_from_slice(&bytes))
+    }
+
+    pub fn bytes(&self, data: *const u8) -> &[u8] {
+        self.0[self.index_of(data)].now()
+    }
+
+    pub fn index_of(&self, data: *const u8) -> usize {
+        self.0.iter().position(|p| std::ptr::eq(p.base.wrapping_add(p.shift), data)).expect("memory of ours")
     }
 
     pub fn forbid_all(&mut self) {
