@@ -331,7 +331,7 @@ mod model {
 
     #[test]
     fn regions_follow_each_other_and_the_pool_ends() {
-        check(3, || {
+        check(2, || {
             let threads = Threads::own(2).unwrap();
             region(&threads, 2);
             region(&threads, 3);
