@@ -829,6 +829,30 @@ unsafe fn transpose(src: *const u8, stride: usize, planes: &mut [[u32; 16]; 4], 
     V(_mm256_unpackhi_epi64(ab2, cd2)).store(&mut planes[3], h);
 }
 
+/// Put together in registers: a vector loaded over sixteen short stores would wait for them all.
+///
+/// # Safety
+/// As [`Isa::gather_u16`].
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn gather_u16(src: *const u8, stride: usize, out: &mut [u8; 32]) {
+    for (h, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+        // SAFETY: by contract; the store covers the half.
+        unsafe {
+            let at = |r: usize| i32::from(src.add((8 * h + r) * stride).cast::<u16>().read_unaligned());
+            let mut v = _mm_cvtsi32_si128(at(0));
+            v = _mm_insert_epi16::<1>(v, at(1));
+            v = _mm_insert_epi16::<2>(v, at(2));
+            v = _mm_insert_epi16::<3>(v, at(3));
+            v = _mm_insert_epi16::<4>(v, at(4));
+            v = _mm_insert_epi16::<5>(v, at(5));
+            v = _mm_insert_epi16::<6>(v, at(6));
+            v = _mm_insert_epi16::<7>(v, at(7));
+            _mm_storeu_si128(out.as_mut_ptr().cast(), v);
+        }
+    }
+}
+
 #[target_feature(enable = "avx2,fma,f16c")]
 fn to_f16(x: &[f32; 16], out: &mut [u16; 16]) {
     for (h, v) in halves(x).into_iter().enumerate() {
@@ -957,6 +981,11 @@ impl Isa for Avx2 {
     unsafe fn transpose(self, src: *const u8, stride: usize, planes: &mut [[u32; 16]; 4], h: usize) {
         // SAFETY: an `Avx2` exists only where the CPU has these features; the rest by contract.
         unsafe { transpose(src, stride, planes, h) }
+    }
+    #[inline(always)]
+    unsafe fn gather_u16(self, src: *const u8, stride: usize, out: &mut [u8; 32]) {
+        // SAFETY: an `Avx2` exists only where the CPU has these features; the rest by contract.
+        unsafe { gather_u16(src, stride, out) }
     }
     #[inline(always)]
     fn to_f16(self, x: &[f32; 16], out: &mut [u16; 16]) {

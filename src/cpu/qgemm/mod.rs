@@ -125,6 +125,17 @@ pub trait Isa: Copy + Send + Sync + 'static {
             }
         }
     }
+    /// The first two bytes of sixteen rows, `stride` bytes apart.
+    ///
+    /// # Safety
+    /// Each row has two bytes to read at its start.
+    #[inline(always)]
+    unsafe fn gather_u16(self, src: *const u8, stride: usize, out: &mut [u8; 2 * ROWS]) {
+        for (r, out) in out.as_chunks_mut().0.iter_mut().enumerate() {
+            // SAFETY: by contract.
+            *out = unsafe { src.add(r * stride).cast::<[u8; 2]>().read() };
+        }
+    }
     #[inline(always)]
     fn to_f16(self, x: &[f32; 16], out: &mut [u16; 16]) {
         *out = x.map(|x| half::f16::from_f32(x).to_bits());

@@ -20,11 +20,16 @@ impl<'a> RawRows<'a> {
 }
 
 /// Packs blocks `first ..first + out.len()` of the rows `16 group ..+16`; rows past the end become zeros.
+///
+/// Naively: for each row and dword, `planes[dword][row] = dword`. For borrowed weights this is on the way of every product, so squares of dwords are
+/// transposed in registers, and meanwhile as many blocks are asked for that come next in each of the sixteen rows: so many
+/// short streams are more than the hardware follows by itself.
 #[inline(always)]
 pub fn pack_blocks<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, first: usize, out: &mut [F::Block]) {
     const {
         assert!(size_of::<F::Block>() == ROWS * F::BLOCK_BYTES);
         assert!(F::HEAD == 0 || (F::BLOCK_BYTES - F::HEAD).is_multiple_of(4));
+        assert!(F::BLOCK_BYTES - F::HEAD >= 16);
     }
     let rows = ROWS.min(raw.rows - ROWS * group);
     let (bytes, dwords) = (F::BLOCK_BYTES, (F::BLOCK_BYTES - F::HEAD) / 4);
@@ -32,6 +37,8 @@ pub fn pack_blocks<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, fi
         0 => (F::BLOCK_BYTES % 4, F::BLOCK_BYTES / 4 * 4),
         head => (head, 0),
     };
+    let (stride, count) = (raw.row_bytes, out.len());
+    let squares = dwords.div_ceil(4);
     for (i, block) in out.iter_mut().enumerate() {
         // SAFETY: by `Format`'s contract a block is `dwords` planes and a narrow one, all plain data.
         let (planes, odd) = unsafe {
@@ -41,27 +48,38 @@ pub fn pack_blocks<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, fi
                 std::slice::from_raw_parts_mut(planes.add(dwords).cast::<u8>(), narrow * ROWS),
             )
         };
-        if rows < ROWS {
-            planes.fill([0; ROWS]);
-            odd.fill(0);
-        }
-        let at = |r: usize| &raw.data[(ROWS * group + r) * raw.row_bytes + (first + i) * bytes..][..bytes];
-        // Whole groups go four dwords at a time, what is left dword by dword.
-        let done = if rows == ROWS { dwords / 4 * 4 } else { 0 };
+        let at = |r: usize| &raw.data[(ROWS * group + r) * stride + (first + i) * bytes..][..bytes];
         if rows == ROWS {
             let (base, _last) = (at(0).as_ptr(), at(ROWS - 1));
-            for (j, planes) in planes.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            for j in 0..squares {
+                // The last square lies over the one before where dwords are left.
+                let j4 = (4 * j).min(dwords - 4);
+                let planes = planes[j4..].first_chunk_mut().expect("four planes");
                 for h in 0..2 {
                     // SAFETY: the first and the last of the 16 rows hold whole blocks here, so all do.
-                    unsafe {
-                        isa.transpose(base.add(8 * h * raw.row_bytes + F::HEAD + 16 * j), raw.row_bytes, planes, h);
+                    unsafe { isa.transpose(base.add(8 * h * stride + F::HEAD + 4 * j4), stride, planes, h) };
+                }
+                let (step, steps) = (i * squares + j, count * squares);
+                for r in ROWS * step / steps..ROWS * (step + 1) / steps {
+                    let next = base.wrapping_add(r * stride + (count - i) * bytes);
+                    for line in 0..(count * bytes).div_ceil(64) {
+                        isa.prefetch(next.wrapping_add(64 * line));
                     }
                 }
             }
+            match odd.first_chunk_mut() {
+                // SAFETY: as above.
+                Some(odd) if narrow == 2 => unsafe { isa.gather_u16(base.add(narrow_at), stride, odd) },
+                _ => odd.iter_mut().enumerate().for_each(|(r, odd)| *odd = at(r)[narrow_at]),
+            }
+            F::reorder(block);
+            continue;
         }
+        planes.fill([0; ROWS]);
+        odd.fill(0);
         for r in 0..rows {
             let src = at(r);
-            for (plane, v) in planes[done..].iter_mut().zip(src[F::HEAD + 4 * done..].as_chunks().0) {
+            for (plane, v) in planes.iter_mut().zip(src[F::HEAD..].as_chunks().0) {
                 plane[r] = u32::from_le_bytes(*v);
             }
             odd[narrow * r..narrow * (r + 1)].copy_from_slice(&src[narrow_at..narrow_at + narrow]);
