@@ -2,7 +2,7 @@
 
 use super::simd::{self, Kernel, Simd, convert};
 use crate::collection::Cache;
-use crate::dtype::{DType, Element};
+use crate::dtype::{DType, Element, Plain};
 use crate::with_cache_dtype;
 
 /// Write one head's row `x [head_size]` as the cache's dtype wants; with scales, quantise each group:
@@ -90,7 +90,7 @@ pub unsafe fn write_heads<S: Simd, A: Element>(
         // SAFETY: by contract.
         let rows = unsafe { cache.row_mut::<T>(block, slot) };
         let rows = &mut rows[heads.start * cache.head_size..][..x.len()];
-        if cache.groups == 0 {
+        if !T::DTYPE.is_fp8() || cache.groups == 0 {
             convert(s, x, rows);
             return;
         }
@@ -122,7 +122,7 @@ pub unsafe fn read_heads<S: Simd, A: Element>(
     with_cache_dtype!(cache.dtype, T => {
         // SAFETY: by contract.
         let rows = unsafe { &cache.row::<T>(block, slot)[heads.start * cache.head_size..][..out.len()] };
-        if cache.groups == 0 {
+        if !T::DTYPE.is_fp8() || cache.groups == 0 {
             convert(s, rows, out);
             return;
         }

@@ -22,7 +22,7 @@
 
 mod kernels;
 
-use super::mla_row::{Rotation, finish_row};
+use super::mla_row::{FinishRow, Rotation};
 use super::simd::{self, Kernel, Simd, convert};
 use super::{cache_row, reference};
 use crate::context::Context;
@@ -580,11 +580,12 @@ impl Kernel for FinishTokens<'_, '_> {
             match &f.kv {
                 Some(kv) => LoadRow { view: kv, index: [t], out: row }.run(s),
                 // SAFETY: the slot is this task's alone.
-                None => unsafe { cache_row::read_heads(s, &a.cache, block, slot, 0..1, row) },
+                None => unsafe { cache_row::read_row(&a.cache, block, slot, row) },
             }
-            finish_row(s, row, gamma, f.epsilon, &rotation, a.q.dtype);
+            let (rotation, dtype) = (&rotation, a.q.dtype);
+            simd::run(a.cache.isa, FinishRow { row, gamma, epsilon: f.epsilon, rotation, dtype });
             // SAFETY: as above.
-            unsafe { cache_row::write_heads(s, &a.cache, block, slot, 0..1, row) };
+            unsafe { cache_row::write_row(&a.cache, block, slot, row) };
         }
     }
 }

@@ -1,7 +1,7 @@
 //! RoPE, norm and quantisation, split over tokens: each input is read once and each output written once, a token's row stays in the first-level cache between.
 
-use super::cache_row::write_heads;
-use super::mla_row::{Rotation, finish_row};
+use super::cache_row::write_row;
+use super::mla_row::{FinishRow, Rotation};
 use super::reference;
 use super::rows::{self, Places};
 use super::simd::{self, Kernel, Simd, convert};
@@ -89,9 +89,10 @@ impl Kernel for Finish<'_> {
                 }
                 // SAFETY: host memory nobody writes.
                 convert(s, unsafe { a.kv.row::<T, 1>([t]) }, row);
-                finish_row(s, row, gamma, a.epsilon, &rotation, a.kv.dtype);
+                let (epsilon, rotation, dtype) = (a.epsilon, &rotation, a.kv.dtype);
+                simd::run(a.cache.isa, FinishRow { row, gamma, epsilon, rotation, dtype });
                 // SAFETY: a token's slot is its task's alone.
-                unsafe { write_heads(s, &a.cache, place.block, place.slot, 0..1, row) };
+                unsafe { write_row(&a.cache, place.block, place.slot, row) };
             }
         })
     }

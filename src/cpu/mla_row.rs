@@ -1,6 +1,6 @@
 //! Finishing rows of multi-head latent attention: rotary embedding of q and k, and the latent part's norm.
 
-use super::simd::{LANES, Simd};
+use super::simd::{Kernel, LANES, Simd};
 use crate::dtype::{DType, Element};
 use crate::op::Rope;
 use crate::with_float;
@@ -17,7 +17,6 @@ pub struct Rotation<'a> {
 
 impl<'a> Rotation<'a> {
     /// `freqs`: one row of freqs_cis, `cos, sin` pairs; `scratch`: twice its length.
-    #[inline(always)]
     pub fn new<T: Element>(freqs: &[T], rope: Rope, scratch: &'a mut [f32]) -> Self {
         let width = freqs.len();
         let (a, b) = scratch[..2 * width].split_at_mut(width);
@@ -134,13 +133,27 @@ fn round_slice<S: Simd, T: Element>(s: S, x: &mut [f32]) {
 
 /// Finish a cache row `[C + R]` in place: the latent part `x / sqrt(mean(x²) + epsilon)` rounded to `dtype`, times gamma, rounded again; the rest rotated
 /// and rounded. The sum of squares is in f64 over lanes in a fixed order: exact but for the last bits of 53.
-#[inline(always)]
-pub fn finish_row<S: Simd>(s: S, row: &mut [f32], gamma: &[f32], epsilon: f32, rotation: &Rotation<'_>, dtype: DType) {
-    with_float!(dtype, T => {
-        let (latent, roped) = row.split_at_mut(gamma.len());
-        rms_norm::<S, T>(s, latent, gamma, epsilon);
-        rotation.apply_rounded::<S, T>(s, roped);
-    })
+///
+/// A kernel of its own, not part of its callers: they would compile it once for each of their element types.
+#[derive(Debug)]
+pub struct FinishRow<'a> {
+    pub row: &'a mut [f32],
+    pub gamma: &'a [f32],
+    pub epsilon: f32,
+    pub rotation: &'a Rotation<'a>,
+    pub dtype: DType,
+}
+
+impl Kernel for FinishRow<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (latent, roped) = self.row.split_at_mut(self.gamma.len());
+        with_float!(self.dtype, T => {
+            rms_norm::<S, T>(s, latent, self.gamma, self.epsilon);
+            self.rotation.apply_rounded::<S, T>(s, roped);
+        })
+    }
 }
 
 #[inline(always)]
@@ -181,18 +194,7 @@ fn mean_square<S: Simd>(s: S, x: &[f32]) -> f64 {
 mod tests {
     use super::*;
     use crate::cpu::isa::{Isa, Level};
-    use crate::cpu::simd::{self, Kernel};
-
-    struct Finish<'a>(&'a mut [f32], &'a [f32], &'a [f32], Rope, DType);
-    impl Kernel for Finish<'_> {
-        type Output = ();
-        #[inline(always)]
-        fn run<S: Simd>(self, s: S) {
-            let mut scratch = vec![0.0; 2 * self.2.len()];
-            let rotation = Rotation::new(self.2, self.3, &mut scratch);
-            finish_row(s, self.0, self.1, 1e-6, &rotation, self.4);
-        }
-    }
+    use crate::cpu::simd;
 
     #[test]
     fn rows_are_finished_as_the_definition_says() {
@@ -211,7 +213,13 @@ mod tests {
                     crate::cpu::reference::finish_row(&mut want, &gamma, 1e-6, &freqs, rope, *dtype);
                     for level in [Level::Scalar, Level::Avx2] {
                         let mut got = row.clone();
-                        simd::run(Isa::at_most(level), Finish(&mut got, &gamma, &freqs, rope, *dtype));
+                        let mut scratch = vec![0.0; 2 * freqs.len()];
+                        let rotation = Rotation::new(&freqs, rope, &mut scratch);
+                        let (row, rotation) = (&mut got[..], &rotation);
+                        simd::run(
+                            Isa::at_most(level),
+                            FinishRow { row, gamma: &gamma, epsilon: 1e-6, rotation, dtype: *dtype },
+                        );
                         assert_eq!(got, want, "{c} {r} {rope:?} {dtype:?} {level:?}");
                     }
                 }

@@ -30,7 +30,7 @@ fn pair_sum(v: u32) -> i32 {
 impl Isa for Portable {
     type V = Plain;
 
-    #[inline(always)]
+    #[inline(never)]
     fn enter(self, work: impl Work) {
         work.run()
     }
