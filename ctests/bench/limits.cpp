@@ -1,12 +1,7 @@
 // limits.hpp as a library, for a benchmark that is not C++. Each function measures once, with so many threads: bytes or operations a second.
-#include <cstring>
-#include <memory>
-
 #include "limits.hpp"
 
 namespace {
-
-constexpr std::size_t words = (128u << 20) / 8;
 
 double once(unsigned threads, const std::function<double(unsigned)>& work) {
     std::vector<double> done(threads);
@@ -20,9 +15,9 @@ double once(unsigned threads, const std::function<double(unsigned)>& work) {
     return total / seconds;
 }
 
-std::vector<std::uint64_t>& memory() {
-    static std::vector<std::uint64_t> data(words, 1);
-    return data;
+bench::Memory& memory() {
+    static bench::Memory memory(128u << 20);
+    return memory;
 }
 
 }  // namespace
@@ -37,8 +32,7 @@ extern "C" double limit_fma(unsigned threads) {
 
 extern "C" double limit_read(unsigned threads) {
 #if defined(__x86_64__)
-    auto& data = memory();
-    if (__builtin_cpu_supports("avx2")) return once(threads, [&](unsigned t) { return bench::read_memory(data, t, threads); });
+    if (__builtin_cpu_supports("avx2")) return once(threads, [&](unsigned t) { return bench::read_memory(memory(), t, threads); });
 #endif
     (void)threads;
     return 0;
@@ -46,10 +40,10 @@ extern "C" double limit_read(unsigned threads) {
 
 // Bytes read plus bytes written.
 extern "C" double limit_copy(unsigned threads) {
-    auto& data = memory();
-    std::size_t half = data.size() / 2, part = half / threads;
+    std::size_t half = memory().size / 2, part = half / threads;
+    char* data = memory().data.get();
     return once(threads, [&](unsigned t) {
-        std::memcpy(data.data() + half + t * part, data.data() + t * part, 8 * part);
-        return 16.0 * static_cast<double>(part);
+        std::memcpy(data + half + t * part, data + t * part, part);
+        return 2.0 * static_cast<double>(part);
     });
 }

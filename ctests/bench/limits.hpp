@@ -2,11 +2,15 @@
 // AVX2 has them: vpmaddubsw + vpmaddwd + vpaddd, and with the sums of four vpmaddubsw kept in 16 bits before one vpmaddwd (which 4-bit codes allow).
 #pragma once
 
+#include <sys/mman.h>
 #include <sys/resource.h>
 
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <functional>
+#include <memory>
 #include <thread>
 #include <vector>
 #if defined(__x86_64__)
@@ -55,22 +59,40 @@ struct Limits {
     double read = 0, fma = 0, maddubs = 0, maddubs4 = 0;  // bytes/s, operations/s
 };
 
+// Memory in huge pages where the system gives them, each page touched.
+struct Memory {
+    explicit Memory(std::size_t bytes) : size(bytes), data(static_cast<char*>(std::aligned_alloc(2u << 20, bytes)), &std::free) {
+#if defined(__linux__)
+        madvise(data.get(), size, MADV_HUGEPAGE);
+#endif
+        std::memset(data.get(), 1, size);
+    }
+    std::size_t size;
+    std::unique_ptr<char, void (*)(void*)> data;
+};
+
 #if defined(__x86_64__)
 
-__attribute__((target("avx2"))) inline double read_memory(const std::vector<std::uint64_t>& data, unsigned part, unsigned parts) {
-    std::size_t n = data.size() / parts / 32 * 32;
-    const std::uint64_t* p = data.data() + part * n;
-    __m256i sum[8] = {};
-    for (std::size_t i = 0; i < n; i += 32) {
-#pragma GCC unroll 16
-        for (int j = 0; j < 8; j++) sum[j] = _mm256_xor_si256(sum[j], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i + 4 * j)));
-        _mm_prefetch(reinterpret_cast<const char*>(p + i + 256), _MM_HINT_T0);
+// In four streams: a core has more reads under way so than in one.
+__attribute__((target("avx2"))) inline double read_memory(const Memory& memory, unsigned part, unsigned parts) {
+    constexpr std::size_t streams = 4, line = 64;
+    std::size_t n = memory.size / parts / streams / line * line;
+    const char* p = memory.data.get() + part * n * streams;
+    __m256i sum[2 * streams] = {};
+    for (std::size_t i = 0; i < n; i += line) {
+#pragma GCC unroll 4
+        for (std::size_t s = 0; s < streams; s++) {
+            const char* at = p + s * n + i;
+            sum[2 * s] = _mm256_xor_si256(sum[2 * s], _mm256_load_si256(reinterpret_cast<const __m256i*>(at)));
+            sum[2 * s + 1] = _mm256_xor_si256(sum[2 * s + 1], _mm256_load_si256(reinterpret_cast<const __m256i*>(at + 32)));
+            _mm_prefetch(at + 1024, _MM_HINT_T0);
+        }
     }
-#pragma GCC unroll 16
-    for (int j = 1; j < 8; j++) sum[0] = _mm256_xor_si256(sum[0], sum[j]);
+#pragma GCC unroll 8
+    for (std::size_t j = 1; j < 2 * streams; j++) sum[0] = _mm256_xor_si256(sum[0], sum[j]);
     volatile std::int64_t keep = _mm256_extract_epi64(sum[0], 0);
     (void)keep;
-    return static_cast<double>(n) * 8;
+    return static_cast<double>(n * streams);
 }
 
 __attribute__((target("avx2,fma"))) inline double run_fma() {
@@ -122,8 +144,8 @@ __attribute__((target("avx2"))) inline double run_maddubs4() {
 inline Limits measure_limits(unsigned threads) {
     Limits limits;
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return limits;
-    std::vector<std::uint64_t> data((256u << 20) / 8, 1);
-    limits.read = rate(threads, [&](unsigned t) { return read_memory(data, t, threads); });
+    Memory memory(256u << 20);
+    limits.read = rate(threads, [&](unsigned t) { return read_memory(memory, t, threads); });
     limits.fma = rate(threads, [](unsigned) { return run_fma(); });
     limits.maddubs = rate(threads, [](unsigned) { return run_maddubs(); });
     limits.maddubs4 = rate(threads, [](unsigned) { return run_maddubs4(); });
