@@ -75,17 +75,32 @@ impl Kernel for Finish<'_> {
         let (table, row) = scratch.split_at_mut(2 * a.rope_dim);
         let heads = a.q_rope.shape[1];
         with_float!(a.kv.dtype, T => {
+            let (x, y) = (a.q_rope.as_ptr().cast::<T>(), a.q_rope_output.as_ptr().cast::<T>());
+            let ([x_token, x_head, _], [y_token, y_head, _]) = (a.q_rope.stride, a.q_rope_output.stride);
+            let rope_bytes = a.rope_dim * size_of::<T>();
+            // A token touches several places in memory, none for long: the hardware does not foresee the next ones, so each head asks for the next token's.
+            let mut later = Places::new(&a.batch, &a.batch, rows.clone()).skip(1);
             for place in Places::new(&a.batch, &a.batch, rows) {
-                let t = place.row;
+                let (t, next) = (place.row, later.next());
                 // SAFETY: host memory nobody writes.
                 let rotation = with_float!(a.freqs_cis.dtype, F => unsafe {
                     Rotation::new(a.freqs_cis.row::<F, 1>([place.position]), a.rope, table)
                 });
-                let (x, y) = (a.q_rope.as_ptr().cast::<T>(), a.q_rope_output.as_ptr().cast::<T>());
-                let ([x_token, x_head, _], [y_token, y_head, _]) = (a.q_rope.stride, a.q_rope_output.stride);
                 for h in 0..heads {
+                    let (x, y) = (x.wrapping_add(t * x_token + h * x_head), y.wrapping_add(t * y_token + h * y_head));
+                    if next.is_some() {
+                        s.prefetch_write(y.wrapping_add(y_token).cast(), rope_bytes);
+                        if x != y {
+                            s.prefetch(x.wrapping_add(x_token).cast(), rope_bytes);
+                        }
+                    }
                     // SAFETY: heads inside checked views, the same memory or disjoint, a token's rows this task's.
-                    unsafe { rotation.apply(s, x.add(t * x_token + h * x_head), y.add(t * y_token + h * y_head)) };
+                    unsafe { rotation.apply(s, x, y) };
+                }
+                if let Some(next) = next {
+                    s.prefetch(a.kv.as_ptr().wrapping_add(next.row * a.kv.stride[0] * size_of::<T>()), row.len() * size_of::<T>());
+                    let offset = a.cache.row_offset(next.block, next.slot) * a.cache.dtype.size();
+                    s.prefetch_write(a.cache.blocks_ptr().wrapping_add(offset), row.len() * a.cache.dtype.size());
                 }
                 // SAFETY: host memory nobody writes.
                 convert(s, unsafe { a.kv.row::<T, 1>([t]) }, row);

@@ -22,14 +22,13 @@ fn encode_fp8<const M: i32, const DROP: i32, const BIAS: i32>(x: __m256, max: f3
     let magnitude = _mm256_and_si256(bits, int(0x7fff_ffff));
     let is_nan = _mm256_cmpgt_epi32(magnitude, int(0x7f80_0000));
     let magnitude = _mm256_min_epi32(magnitude, int(max.to_bits() as i32));
-    let step = int((127 + 1 - BIAS - M + 23) << 23);
-    let small = _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_castsi256_ps(step));
-    let small = _mm256_sub_epi32(_mm256_castps_si256(small), step);
-    let odd = _mm256_and_si256(_mm256_srli_epi32::<DROP>(magnitude), int(1));
-    let rounded = _mm256_add_epi32(_mm256_add_epi32(magnitude, int((1 << (DROP - 1)) - 1)), odd);
-    let normal = _mm256_sub_epi32(_mm256_srli_epi32::<DROP>(rounded), int((127 - BIAS) << M));
-    let is_small = _mm256_cmpgt_epi32(int((127 + 1 - BIAS) << 23), magnitude);
-    let code = _mm256_blendv_epi8(normal, small, is_small);
+    // The power of two whose last mantissa bit is the code's: adding it rounds to a multiple of that, and leaves the multiple in the mantissa.
+    let power = _mm256_max_epi32(_mm256_and_si256(magnitude, int(0x7f80_0000)), int((127 + 1 - BIAS) << 23));
+    let power = _mm256_add_epi32(power, int(DROP << 23));
+    let rounded = _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_castsi256_ps(power));
+    let multiple = _mm256_sub_epi32(_mm256_castps_si256(rounded), power);
+    let exponent = _mm256_sub_epi32(_mm256_srli_epi32::<DROP>(power), int((127 + 1 - BIAS + DROP) << M));
+    let code = _mm256_add_epi32(multiple, exponent);
     let code = _mm256_blendv_epi8(code, int(0x7f), is_nan);
     _mm256_or_si256(code, sign)
 }
@@ -341,6 +340,21 @@ impl Simd for Avx2 {
                 _mm256_storeu_ps(to[2 * k].as_mut_ptr(), _mm256_mul_ps(low, scale[0]));
                 _mm256_storeu_ps(to[2 * k + 1].as_mut_ptr(), _mm256_mul_ps(high, scale[1]));
             }
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, p: *const u8, bytes: usize) {
+        for at in (0..bytes).step_by(64) {
+            // A prefetch never faults.
+            lanes!(_mm_prefetch::<_MM_HINT_T0>(p.wrapping_add(at).cast()))
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch_write(self, p: *const u8, bytes: usize) {
+        for at in (0..bytes).step_by(64) {
+            lanes!(_mm_prefetch::<_MM_HINT_ET0>(p.wrapping_add(at).cast()))
         }
     }
 

@@ -72,6 +72,12 @@ pub trait Simd: Copy + Send + Sync + 'static {
         to: &mut [[f32; LANES]; 4 * LANES],
     );
 
+    /// Asks for the cache lines of `bytes` bytes at `p`, which need not be valid: to be read, or to be written.
+    #[inline(always)]
+    fn prefetch(self, _p: *const u8, _bytes: usize) {}
+    #[inline(always)]
+    fn prefetch_write(self, _p: *const u8, _bytes: usize) {}
+
     fn zero_f64(self) -> Self::D;
     /// `sum + x * x` in f64, where the square is exact.
     fn add_square(self, sum: Self::D, x: Self::F) -> Self::D;
