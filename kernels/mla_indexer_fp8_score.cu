@@ -36,12 +36,17 @@ PKV_DEVICE uint4 load_codes(const u8 *row, u32 column, u32 depth, bool vector) {
     return {words[0], words[1], words[2], words[3]};
 }
 
-PKV_DEVICE void store_as_f16(u16 *to, const uint4 &codes) {
-    uint4 *out = reinterpret_cast<uint4 *>(to);
-    out[0] = uint4{e4m3x2_to_f16x2(u16(codes.x)), e4m3x2_to_f16x2(u16(codes.x >> 16)), e4m3x2_to_f16x2(u16(codes.y)),
+// 16 codes as f16 to two 16-byte pieces of a row. Eight neighbouring lanes have eight neighbouring pairs of pieces: the
+// upper four begin with the second of theirs, so that the eight stores of a moment go to different banks.
+PKV_DEVICE void store_as_f16(u16 *row, u32 column, const uint4 &codes) {
+    const uint4 lo{e4m3x2_to_f16x2(u16(codes.x)), e4m3x2_to_f16x2(u16(codes.x >> 16)), e4m3x2_to_f16x2(u16(codes.y)),
                    e4m3x2_to_f16x2(u16(codes.y >> 16))};
-    out[1] = uint4{e4m3x2_to_f16x2(u16(codes.z)), e4m3x2_to_f16x2(u16(codes.z >> 16)), e4m3x2_to_f16x2(u16(codes.w)),
+    const uint4 hi{e4m3x2_to_f16x2(u16(codes.z)), e4m3x2_to_f16x2(u16(codes.z >> 16)), e4m3x2_to_f16x2(u16(codes.w)),
                    e4m3x2_to_f16x2(u16(codes.w >> 16))};
+    uint4 *out = reinterpret_cast<uint4 *>(row + column);
+    const u32 first = column / 64 & 1;
+    out[first] = first ? hi : lo;
+    out[first ^ 1] = first ? lo : hi;
 }
 
 // Keys first_key .. first_key + KEYS of a sequence, as far as `end`, and their scales. A key that the table leads
@@ -63,7 +68,7 @@ PKV_DEVICE void load_key_tile(const MlaIndexerScoreParams &p, u8 *shared, u32 se
         uint4 codes{0, 0, 0, 0};
         if (slots[key] >= 0)
             codes = load_codes(static_cast<const u8 *>(p.cache.blocks) + slots[key], column, depth, p.k_vector);
-        store_as_f16(keys + key * STRIDE + column, codes);
+        store_as_f16(keys + key * STRIDE, column, codes);
     }
 }
 
@@ -93,7 +98,7 @@ PKV_DEVICE void store_heads(const MlaIndexerScoreParams &p, u8 *shared, u32 buff
     PKV_UNROLL
     for (u32 j = 0; j < PIECES; j++) {
         const u32 i = threadIdx.x + j * THREADS, head = i / pieces, column = i % pieces * 16;
-        if (head < HEADS) store_as_f16(heads + head * STRIDE + column, mine.codes[j]);
+        if (head < HEADS) store_as_f16(heads + head * STRIDE, column, mine.codes[j]);
     }
     if (threadIdx.x < HEADS) reinterpret_cast<float *>(shared + WEIGHTS_AT)[buffer * HEADS + threadIdx.x] = mine.weight;
 }
@@ -170,7 +175,6 @@ PKV_KERNEL(mla_indexer_fp8_score, MlaIndexerScoreParams, score::THREADS, 2) {
             row = run_end;
             continue;
         }
-        __syncthreads(); // everybody is done with the sequence before
         load_key_tile(p, shared, place.sequence, first_key, most);
         HeadCodes mine;
         load_heads(p, mine, row, 0);

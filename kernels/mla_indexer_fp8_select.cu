@@ -5,8 +5,12 @@
 //      histograms of 11, 11 and 10 bits each fix the next digits of the k-th largest key and how many are above it;
 //   2. collects what is above, in any order, and of the keys equal to it the lowest positions;
 //   3. sorts the k collected by (key, position) with a bitonic network, in shared memory, or in scratch where k is
-//   large.
+//      large.
 // Steps 2 and 3 make the result one value whatever the order in which threads arrive.
+//
+// The network's pairs at distances up to 32 lie within 64 neighbours, which one warp works on: no barrier of the block
+// between those. Every second 16 entries lie backwards: so both entries of half a warp's pairs are in different banks
+// at any distance, where in plain order those at distances below 16 would share every second one.
 #include "device/warp.cuh"
 #include "mla_indexer_fp8.cuh"
 
@@ -26,25 +30,26 @@ PKV_DEVICE u32 order_key(float score) {
 }
 PKV_DEVICE u64 sort_entry(u32 key, u32 position) { return u64(key) << 32 | u32(~position); } // larger first
 
+PKV_DEVICE u32 place_of(u32 entry) { return entry ^ (entry >> 4 & 1) * 15; } // in `collected`
+
 // The bin, from the top one down, in which the running count reaches `wanted`; the count above it. Histogram in shared
-// memory, `wanted` at most its total.
+// memory, `wanted` at most its total; the caller synchronises before.
 struct Digit {
     u32 bin, above;
 };
 PKV_DEVICE Digit find_digit(const u32 *histogram, u32 wanted, u32 *scratch) {
     using namespace selection;
     constexpr u32 OWN = BINS / THREADS;
+    static_assert(OWN == 4, "read as one uint4: neighbours' loads lie in different banks");
     const u32 first = BINS - 1 - threadIdx.x * OWN; // this thread's bins, downwards
-    u32 own = 0;
-    PKV_UNROLL
-    for (u32 i = 0; i < OWN; i++) own += histogram[first - i];
+    const uint4 counts = *reinterpret_cast<const uint4 *>(histogram + first + 1 - OWN);
+    const u32 own = counts.x + counts.y + counts.z + counts.w;
     u32 upto = own;
     PKV_UNROLL
     for (u32 step = 1; step < WARP; step *= 2) {
         const u32 other = __shfl_up_sync(FULL_MASK, upto, step);
         if (lane_id() >= step) upto += other;
     }
-    __syncthreads();
     if (lane_id() == WARP - 1) scratch[warp_id()] = upto;
     __syncthreads();
     for (u32 w = 0; w < warp_id(); w++) upto += scratch[w];
@@ -98,7 +103,6 @@ PKV_KERNEL(mla_indexer_fp8_select, MlaIndexerSelectParams, selection::THREADS, 1
     }
     const bool take_equal = k == seen || equal == equal_wanted; // else only the lowest positions of them
 
-    __syncthreads();
     if (threadIdx.x == 0) collected_count = 0;
     __syncthreads();
     for (u32 from = warp_id() * WARP; from < seen; from += THREADS) {
@@ -110,7 +114,7 @@ PKV_KERNEL(mla_indexer_fp8_select, MlaIndexerSelectParams, selection::THREADS, 1
         u32 at = 0;
         if (lane_id() == 0) at = atomicAdd(&collected_count, u32(__popc(takers)));
         at = __shfl_sync(FULL_MASK, at, 0) + u32(__popc(takers & ((1u << lane_id()) - 1)));
-        if (take) collected[at] = sort_entry(key, s);
+        if (take) collected[place_of(at)] = sort_entry(key, s);
     }
     if (!take_equal) {
         u32 found = k - equal_wanted; // entries collected, or taken before this chunk
@@ -127,33 +131,36 @@ PKV_KERNEL(mla_indexer_fp8_select, MlaIndexerSelectParams, selection::THREADS, 1
                 all += scratch[w];
             }
             const u32 at = found + before + u32(__popc(takers & ((1u << lane_id()) - 1)));
-            if (take && at < k) collected[at] = sort_entry(threshold, s);
+            if (take && at < k) collected[place_of(at)] = sort_entry(threshold, s);
             found += all;
         }
     }
     // Sorted downwards; zeros (no entry is 0) fill up to a power of two.
     u32 size = 1;
     while (size < k) size *= 2;
-    for (u32 i = k + threadIdx.x; i < size; i += THREADS) collected[i] = 0;
+    for (u32 i = k + threadIdx.x; i < size; i += THREADS) collected[place_of(i)] = 0;
     __syncthreads();
     for (u32 block = 2; block <= size; block *= 2) {
         for (u32 step = block / 2; step > 0; step /= 2) {
             for (u32 i = threadIdx.x; i < size / 2; i += THREADS) {
-                const u32 lo = (i & ~(step - 1)) * 2 + (i & (step - 1)), hi = lo + step;
-                const u64 a = collected[lo], b = collected[hi];
-                const bool down = (lo & block) == 0;
+                const u32 first = (i & ~(step - 1)) * 2 + (i & (step - 1));
+                u64 &lo = collected[place_of(first)], &hi = collected[place_of(first + step)];
+                const u64 a = lo, b = hi;
+                const bool down = (first & block) == 0;
                 if (down == (a < b)) {
-                    collected[lo] = b;
-                    collected[hi] = a;
+                    lo = b;
+                    hi = a;
                 }
             }
-            __syncthreads();
+            const u32 next = step > 1 ? step / 2 : block;
+            if (step <= WARP && next <= WARP && 2 * next <= size) __syncwarp();
+            else __syncthreads();
         }
     }
     i32 *indices = p.output_indices + i64(row) * p.indices_stride;
     float *out = p.output_scores ? p.output_scores + i64(row) * p.output_scores_stride : nullptr;
     for (u32 i = threadIdx.x; i < p.top_k; i += THREADS) {
-        const u32 position = i < k ? ~u32(collected[i]) : 0;
+        const u32 position = i < k ? ~u32(collected[place_of(i)]) : 0;
         indices[i] = i < k ? i32(position) : -1;
         if (out) out[i] = i < k ? scores[position] : -f32_inf();
     }

@@ -21,7 +21,7 @@ constexpr u32 COLUMN_PAD = 8;
 struct BufferParams {
     const u32 *row_offsets;   // [batch_size + 1]
     const u32 *cache_offsets; // [batch_size]; may be null: all 0
-    u64 rows;                 // rows that the scratch has; those past row_offsets[batch_size] are no sequence's
+    u64 rows; // rows that the scratch has; those past row_offsets[batch_size] are nobody's, and no work is done on them
 };
 static_assert(sizeof(BufferParams) == 24, "mirrored in Rust");
 
@@ -43,6 +43,7 @@ struct MlaPrefillProjectParams {
     const float *scales;        // [latent / 128, scale_stride]
     const u8 *weight;           // [features, latent] e4m3
     const float *weight_scales; // [ceil(features / 128), latent / 128]
+    const u32 *rows_used;       // how many of `rows` are a sequence's
     void *keys;                 // [heads, rows, key_stride] T, zeros past nope
     void *values;               // [heads, rows, value_stride] T, zeros past value_width
     i64 scale_stride, weight_stride, weight_scale_stride;
@@ -54,7 +55,7 @@ struct MlaPrefillProjectParams {
     u32 vector; // 1: rows of `weight` start on 16 bytes
     u32 reserved;
 };
-static_assert(sizeof(MlaPrefillProjectParams) == 120, "mirrored in Rust");
+static_assert(sizeof(MlaPrefillProjectParams) == 128, "mirrored in Rust");
 
 enum : u32 { MASK_CAUSAL = 0, MASK_NULL = 1, MASK_SLIDING_WINDOW_CAUSAL = 2, MASK_CHUNKED_CAUSAL = 3 };
 

@@ -336,7 +336,6 @@ template <class T, class C> PKV_DEVICE void attention(const MlaPrefillAttentionP
             }
         }
     }
-    cp_async_wait<0>();
 
     PKV_UNROLL
     for (u32 half = 0; half < 2; half++) {

@@ -2,7 +2,7 @@
 //     s = min(amax, 1200) / 448, code = sat(x * (1 / s)) per row and 128 columns; zero codes where 1 / s is no number.
 // A warp a row; of each 128 columns a lane takes four, neighbours where they may be loaded at once.
 //
-// A row that no sequence owns, or that its table leads nowhere, becomes zeros: the scratch holds no stale NaN.
+// A row that its table leads nowhere becomes zeros. Rows past the batch's last are nobody's and stay as they are.
 #include "mla_prefill_fp8.cuh"
 #include "rows.cuh"
 
@@ -12,16 +12,14 @@ template <class T, bool VECTOR> PKV_DEVICE void latent_rows(const MlaPrefillLate
     const u32 lane = lane_id();
     const u64 warps = u64(gridDim.x) * (THREADS / WARP);
     for (u64 row = u64(blockIdx.x) * (THREADS / WARP) + warp_id(); row < p.buffer.rows; row += warps) {
-        Slot slot;
-        bool held = row < p.buffer.row_offsets[p.batch.batch_size];
-        if (held) {
-            const u32 b = find_sequence(p.buffer.row_offsets, p.batch.batch_size, u32(row));
-            const BufferRange range = buffer_range(p.buffer, b);
-            const u64 position = range.position + (row - range.first);
-            const u32 new_tokens = p.batch.row_offsets[b + 1] - p.batch.row_offsets[b];
-            held =
-                position < u64(p.batch.cache_lengths[b]) + new_tokens && find_slot(p.batch, p.cache, b, position, slot);
-        }
+        if (row >= p.buffer.row_offsets[p.batch.batch_size]) return;
+        const u32 b = find_sequence(p.buffer.row_offsets, p.batch.batch_size, u32(row));
+        const BufferRange range = buffer_range(p.buffer, b);
+        const u64 position = range.position + (row - range.first);
+        const u32 new_tokens = p.batch.row_offsets[b + 1] - p.batch.row_offsets[b];
+        Slot slot{};
+        const bool held =
+            position < u64(p.batch.cache_lengths[b]) + new_tokens && find_slot(p.batch, p.cache, b, position, slot);
         for (u32 g = 0; g < p.latent / SCALE_BLOCK; g++) {
             const u32 c = g * SCALE_BLOCK + (VECTOR ? 4 * lane : lane);
             float x[4] = {};

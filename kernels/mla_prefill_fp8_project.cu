@@ -4,8 +4,7 @@
 //
 // Naively a product of [rows, C] and [features, C]^T with a scale folded in every 128 columns. Here
 //   * a tile is 128 rows x 128 features, the features starting at a multiple of 128, so that one Ws a group does for
-//   all
-//     of it; a stage of the pipeline is one group: 128 codes = 128 bytes a row, and the tile's 128 row scales;
+//     all of it; a stage of the pipeline is one group: 128 codes = 128 bytes a row, and the tile's 128 row scales;
 //   * a group's products are summed by the tensor core from zero, then enter the running sum times s * Ws by one fma:
 //     what fp8 accumulation loses (see device/mma.cuh) stays within a group. T = float takes the exact products;
 //   * the finished tile goes through shared memory, so that rows leave in 16-byte pieces, each to its head's K or V.
@@ -23,9 +22,10 @@ constexpr u32 CODES = 0, WEIGHT = ROWS * SCALE_BLOCK, SCALES = WEIGHT + FEATURES
 constexpr u32 STAGE_BYTES = SCALES + ROWS * 4;
 constexpr u32 SHARED_BYTES = STAGES * STAGE_BYTES;
 static_assert(SHARED_BYTES == 99840 && SHARED_BYTES <= 99 * 1024, "src/cuda/mla_prefill_fp8.rs launches with it");
-// the finished tile lies over the stages; the pad spreads rows over the banks
-template <class T> constexpr u32 TILE_STRIDE = FEATURES + 16 / sizeof(T);
-static_assert(ROWS * TILE_STRIDE<float> * 4 <= SHARED_BYTES, "the tile fits over the stages");
+// The finished tile lies over the stages. With 8 more columns a row, the fragments' rows go to different banks: 8 of
+// them, 4 words each, at a time in 16 bits; 4 of 8 words, half a warp, in 32.
+constexpr u32 TILE_STRIDE = FEATURES + 8;
+static_assert(ROWS * TILE_STRIDE * 4 <= SHARED_BYTES, "the tile fits over the stages");
 } // namespace project
 
 // Byte of column `column` (a multiple of 16) in row `row` of a 128-byte wide operand: the 16-byte pieces of a row are
@@ -88,7 +88,7 @@ PKV_DEVICE void store_tile(const MlaPrefillProjectParams &p, const T *tile, u64 
         const u32 r = i / PIECES, c = i % PIECES * N, feature = first_feature + c;
         const u64 row = first_row + r;
         if (row >= p.rows || feature >= p.features) continue;
-        const T *from = tile + r * TILE_STRIDE<T> + c;
+        const T *from = tile + r * TILE_STRIDE + c;
         if (!whole) {
             for (u32 j = 0; j < N && feature + j < p.features; j++) store_element(p, row, feature + j, from[j]);
             continue;
@@ -107,6 +107,7 @@ template <class T> PKV_DEVICE void mla_prefill_fp8_project(const MlaPrefillProje
     PKV_DYNAMIC_SHARED(u8, shared);
     const u32 row_tiles = u32(ceil_div(p.rows, u64(ROWS)));
     const u64 first_row = u64(blockIdx.x % row_tiles) * ROWS;
+    if (first_row >= *p.rows_used) return;
     const u32 feature_tile = p.first_head * (p.nope + p.value_width) / FEATURES + blockIdx.x / row_tiles;
     const u32 first_feature = feature_tile * FEATURES, groups = p.latent / SCALE_BLOCK;
     const u32 lane = lane_id(), warp_row = warp_id() / WARPS_N * 64, warp_column = warp_id() % WARPS_N * 32;
@@ -165,8 +166,7 @@ template <class T> PKV_DEVICE void mla_prefill_fp8_project(const MlaPrefillProje
             }
         }
     }
-    cp_async_wait<0>();
-    __syncthreads();
+    __syncthreads(); // everybody is done with the stages, and no copy is under way
     T *tile = reinterpret_cast<T *>(shared);
     PKV_UNROLL
     for (u32 m = 0; m < FRAGMENTS_M; m++) {
@@ -174,8 +174,8 @@ template <class T> PKV_DEVICE void mla_prefill_fp8_project(const MlaPrefillProje
         for (u32 n = 0; n < FRAGMENTS_N; n++) {
             PKV_UNROLL
             for (u32 half = 0; half < 2; half++) {
-                T *to = tile + (warp_row + 16 * m + 8 * half + lane / 4) * TILE_STRIDE<T> + warp_column + 8 * n +
-                        lane % 4 * 2;
+                T *to =
+                    tile + (warp_row + 16 * m + 8 * half + lane / 4) * TILE_STRIDE + warp_column + 8 * n + lane % 4 * 2;
                 const float lo = sum[m][n][2 * half], hi = sum[m][n][2 * half + 1];
                 if constexpr (sizeof(T) == 4) *reinterpret_cast<float2 *>(to) = float2{lo, hi};
                 else *reinterpret_cast<u32 *>(to) = from_f32x2<T>(lo, hi);

@@ -1,12 +1,31 @@
-/* Offsets are 64-bit everywhere. Memory here is a sparse mapping that costs only the pages that are touched, so a block id times a block's size,
- * a row times a stride and a table row times its stride all go far beyond 2^32 elements, where a 32-bit product would land elsewhere. */
+/* offsets64 [cuda]
+ *
+ * Offsets are 64-bit everywhere. Memory here is a sparse mapping that costs only the pages that are touched, so a block id times a block's size,
+ * a row times a stride and a table row times its stride all go far beyond 2^32 elements, where a 32-bit product would land elsewhere.
+ * `cuda`: the CUDA kernels on the emulation, which reach host memory as well as the device's. */
 #define _GNU_SOURCE
 #include "valid_calls.h"
 
 #include <sys/mman.h>
 #include <sys/resource.h>
 
+#define ALIGNED __attribute__((aligned(16))) /* as CUDA wants it */
+
 static struct world w;
+static pkv_context *cpu; /* where the arena is under a CUDA context: the one that holds the weights */
+
+static void other_context(pkv_context *ctx)
+{
+    const pkv_collection_options plain = plain_options(&w), mla = mla_options(&w), keys = key_options(&w);
+    pkv_collection_destroy(w.plain);
+    pkv_collection_destroy(w.mla);
+    pkv_collection_destroy(w.keys);
+    w.plain = w.mla = w.keys = NULL;
+    w.ctx = ctx;
+    if (!OK(pkv_collection_create(ctx, &plain, &w.plain, &check_err)) || !OK(pkv_collection_create(ctx, &mla, &w.mla, &check_err)) ||
+        !OK(pkv_collection_create(ctx, &keys, &w.keys, &check_err)))
+        exit(1);
+}
 
 static void *sparse(size_t size)
 {
@@ -37,7 +56,9 @@ static void high_block_ids(void)
     if (!OK(pkv_collection_create(w.ctx, &o, &collection, &check_err)))
         return;
 
-    const uint32_t row_offsets[] = {0, 1, 3}, lengths[] = {63, 127}, table[] = {COUNT - 1, 0, 0, 12345, COUNT - 2, COUNT - 3};
+    ALIGNED const uint32_t row_offsets[] = {0, 1, 3};
+    ALIGNED const uint32_t lengths[] = {63, 127};
+    ALIGNED const uint32_t table[] = {COUNT - 1, 0, 0, 12345, COUNT - 2, COUNT - 3};
     pkv_batch batch = {0};
     batch.struct_size = sizeof batch;
     batch.input_row_offsets = row_offsets;
@@ -47,7 +68,8 @@ static void high_block_ids(void)
     batch.max_pages = 3;
     batch.max_seq_length = 2;
     batch.max_cache_length = 127;
-    static float values[T][HEADS_][HEAD_], out[T][HEADS_][HEAD_];
+    ALIGNED static float values[T][HEADS_][HEAD_];
+    ALIGNED static float out[T][HEADS_][HEAD_];
     for (int i = 0; i < T * HEADS_ * HEAD_; ++i)
         (&values[0][0][0])[i] = (float)(i + 1);
 
@@ -72,7 +94,8 @@ static void high_block_ids(void)
     OK(pkv_collection_value_cache(collection, LAYERS_ - 1, &view, &check_err));
     CHECK(((float *)view.blocks.data)[(COUNT - 3) * view.blocks.stride[0]] == values[2][0][0]);
 
-    const uint32_t rows[] = {0, 1, 3}, from[] = {63, 127};
+    ALIGNED const uint32_t rows[] = {0, 1, 3};
+    ALIGNED const uint32_t from[] = {63, 127};
     pkv_kv_gather_params gather = {0};
     gather.struct_size = sizeof gather;
     gather.collection = collection;
@@ -126,6 +149,8 @@ static void huge_strides(void)
     static unsigned char whole[ARENA];
     for (int i = 0; i < NUM_OPS; ++i) {
         const enum op op = (enum op)i;
+        if (op == QKV && cpu)
+            continue;
         world_reset(&w);
         OK(world_run(&w, op, &check_err));
         world_keep(&w, whole);
@@ -166,12 +191,27 @@ static void huge_strides(void)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     world_open(&w, NULL);
+    pkv_context *cuda = NULL;
+    if (argc > 1 && strcmp(argv[1], "cuda") == 0) {
+        pkv_context_options options = {0};
+        options.struct_size = sizeof options;
+        options.abi_version = PKV_ABI_VERSION;
+        options.backend = PKV_BACKEND_CUDA;
+        if (!OK(pkv_context_create(&options, &cuda, &check_err)))
+            return check_end();
+        cpu = w.ctx;
+        other_context(cuda);
+    }
     high_block_ids();
-    a_fresh_cache_is_not_resident();
+    if (!cpu)
+        a_fresh_cache_is_not_resident();
     huge_strides();
+    if (cpu)
+        other_context(cpu);
+    pkv_context_destroy(cuda);
     world_close(&w);
     return check_end();
 }

@@ -9,7 +9,8 @@ OUTDIR gets
     old/libcuda.so.1                the same as an old driver: without cuLibraryLoadData
 --check also builds one program for each ctests/cuda_emu/*test.cpp (direct launches, no driver), runs them in both orders,
 and plants the faults that a sanitizer must see. With --sanitize it is the self-test alone: the kernels are run by
---gpu-tests, which builds ctests/gpu/gpu_tests.cpp with the same sanitizer, on the libpagedkv.so in LIBDIR.
+--gpu-tests, which builds ctests/gpu/gpu_tests.cpp, on the libpagedkv.so in LIBDIR. Of that program AddressSanitizer
+watches everything but libpagedkv.so, ThreadSanitizer nothing but the kernels: only their threads are to be judged.
 """
 
 import argparse
@@ -30,6 +31,7 @@ PLANTED = {
     "bounds": ("address",),
     "mixed-meetings": ("", "address", "thread"),
     "missing-lane": ("", "address", "thread"),
+    "bank-conflict": ("", "address", "thread"),
 }
 
 
@@ -144,7 +146,9 @@ def main():
         inputs = [source, source.with_name("gpu.hpp"), library / "libpagedkv.so"]
         if not program.exists() or any(i.stat().st_mtime > program.stat().st_mtime for i in inputs):
             linked = [f"-L{library}", "-lpagedkv", f"-Wl,-rpath,{library}", "-lpthread", "-ldl"]
-            run([cxx, "-std=c++17", "-O1", "-g", *sanitize, f"-I{ROOT}/include", str(source), *linked, "-o", str(program)])
+            test = objects / "gpu_tests.o"
+            run([cxx, "-std=c++17", "-O1", "-g", *core_sanitize, f"-I{ROOT}/include", "-c", str(source), "-o", str(test)])
+            run([cxx, *sanitize, str(test), *linked, "-o", str(program)])
     if not args.check:
         return
 

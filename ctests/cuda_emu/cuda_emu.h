@@ -7,8 +7,9 @@
 // not speed.
 //
 // Strictness. A meeting that cannot complete (a lane that returned, a barrier that half the block skips, two different
-// operations at one meeting) ends the process with the kernel, block and thread. Dynamic shared memory starts as NaN
-// bits. cp.async copies at the wait.
+// operations at one meeting) ends the process with the kernel, block and thread; so does an ldmatrix whose rows share
+// banks of shared memory (slow, not wrong, but never meant). Dynamic shared memory starts as NaN bits. cp.async copies
+// at the wait.
 //
 // Environment
 //   PKV_EMU_REVERSE=1     blocks, and the threads between two meetings, run in reverse order
@@ -82,15 +83,19 @@ void cp_async_wait(u32 newest);
 
 template <u32 N> void ldmatrix(u32 (&r)[N], const void *row, u32 count, bool trans) {
     const u32 lane = place->thread.x & 31;
-    u8 mine[16] = {};
+    u8 mine[17] = {};
     if (lane < count * 8) {
         if (reinterpret_cast<u64>(row) & 15) fail("ldmatrix: row not 16-byte aligned");
         const u8 *p = static_cast<const u8 *>(row);
         for (u32 i = 0; i < 16; i++) mine[i] = p[i];
+        mine[16] = reinterpret_cast<u64>(row) / 16 % 8; // its four banks
     }
-    const u8 *all = meet(LDMATRIX, 0xffffffffu, mine, 16);
+    const u8 *all = meet(LDMATRIX, 0xffffffffu, mine, 17);
     const u32 g = lane / 4, t = lane % 4;
     for (u32 i = 0; i < count; i++) {
+        u32 banks = 0;
+        for (u32 line = 0; line < 8; line++) banks |= 1u << all[64 * (8 * i + line) + 16];
+        if (banks != 0xff) fail("ldmatrix: rows of one matrix share banks");
         auto element = [&](u32 line, u32 column) -> u32 {
             const u8 *e = all + 64 * (8 * i + line) + 2 * column;
             return e[0] | u32(e[1]) << 8;

@@ -22,7 +22,6 @@
 extern "C" {
 void *__tsan_get_current_fiber(void);
 void *__tsan_create_fiber(unsigned flags);
-void __tsan_destroy_fiber(void *fiber);
 void __tsan_switch_to_fiber(void *fiber, unsigned flags);
 void __tsan_acquire(void *address);
 void __tsan_release(void *address);
@@ -49,6 +48,7 @@ const Kernel *find_kernel(const char *name, const char *file) {
         if (strcmp(k->name, name) == 0 && (!file || ends_with(k->file, file))) return k;
     return nullptr;
 }
+const Kernel *first_kernel() { return kernels; }
 bool has_kernels_of(const char *file) {
     for (const Kernel *k = kernels; k; k = k->next)
         if (ends_with(k->file, file)) return true;
@@ -115,30 +115,40 @@ constexpr size_t STACK = 64 << 10;
 #endif
 constexpr size_t GUARD = 4096;
 
-static std::mutex stacks_mutex;
-static std::vector<u8 *> stacks;
+// What a fiber stands on. Used again by later launches: the race detector's clocks grow with every thread there ever
+// was.
+struct Footing {
+    u8 *stack;
+    void *tsan; // its thread to the race detector
+};
+static std::mutex footings_mutex;
+static std::vector<Footing> footings;
 
-static u8 *take_stack() {
+static Footing take_footing() {
     {
-        std::lock_guard lock(stacks_mutex);
-        if (!stacks.empty()) {
-            u8 *stack = stacks.back();
-            stacks.pop_back();
+        std::lock_guard lock(footings_mutex);
+        if (!footings.empty()) {
+            const Footing used = footings.back();
+            footings.pop_back();
 #ifdef PKV_EMU_ASAN
-            __asan_unpoison_memory_region(stack, STACK); // frames that were left, not returned from
+            __asan_unpoison_memory_region(used.stack, STACK); // frames that were left, not returned from
 #endif
-            return stack;
+            return used;
         }
     }
     void *base =
         mmap(nullptr, STACK + GUARD, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) fail("no memory for a stack");
     mprotect(base, GUARD, PROT_NONE);
-    return static_cast<u8 *>(base) + GUARD;
+    Footing made{static_cast<u8 *>(base) + GUARD, nullptr};
+#ifdef PKV_EMU_TSAN
+    made.tsan = __tsan_create_fiber(0);
+#endif
+    return made;
 }
-static void return_stack(u8 *stack) {
-    std::lock_guard lock(stacks_mutex);
-    stacks.push_back(stack);
+static void return_footing(Footing footing) {
+    std::lock_guard lock(footings_mutex);
+    footings.push_back(footing);
 }
 
 // ---- a worker: the fibers of one OS thread ----
@@ -161,10 +171,7 @@ struct Fiber {
     u64 generation;
     u32 async_group = 0;
     std::vector<AsyncCopy> async;
-    u8 *stack = nullptr;
-#ifdef PKV_EMU_TSAN
-    void *tsan = nullptr;
-#endif
+    Footing footing;
 #ifdef PKV_EMU_ASAN
     void *fake_stack = nullptr;
 #endif
@@ -178,6 +185,7 @@ struct Group {
     u64 generation = 0;
     alignas(64) u8 slots[2][32][64];
     float result[2][16][8];
+    char order[2]; // __syncwarp, by parity of the generation
 };
 
 struct Worker {
@@ -198,8 +206,8 @@ struct Worker {
     Fiber *current = nullptr;
 #ifdef PKV_EMU_TSAN
     void *main_tsan = nullptr;
-    char order[5];
 #endif
+    char order[4];
 #ifdef PKV_EMU_ASAN
     void *main_fake_stack = nullptr;
     const void *main_bottom = nullptr;
@@ -207,12 +215,7 @@ struct Worker {
 #endif
 
     ~Worker() {
-        for (auto &f : fibers) {
-            return_stack(f->stack);
-#ifdef PKV_EMU_TSAN
-            if (f->tsan) __tsan_destroy_fiber(f->tsan);
-#endif
-        }
+        for (auto &f : fibers) return_footing(f->footing);
     }
 };
 static thread_local Worker *worker = nullptr;
@@ -228,21 +231,17 @@ void fail(const char *what) {
     abort();
 }
 
-// What orders two accesses for the race detector: 0, 1 a __syncthreads (by parity), 2 a __syncwarp, BEGIN and END of a
-// block.
-constexpr int BEGIN = 3, END = 4;
-static void order_release(int which) {
+// What orders two accesses for the race detector: a __syncwarp (Group::order), and for a worker 0, 1 a __syncthreads
+// (by parity), BEGIN and END of a block.
+constexpr int BEGIN = 2, END = 3;
+static void order_release([[maybe_unused]] char &point) {
 #ifdef PKV_EMU_TSAN
-    __tsan_release(&worker->order[which]);
-#else
-    (void)which;
+    __tsan_release(&point);
 #endif
 }
-static void order_acquire(int which) {
+static void order_acquire([[maybe_unused]] char &point) {
 #ifdef PKV_EMU_TSAN
-    __tsan_acquire(&worker->order[which]);
-#else
-    (void)which;
+    __tsan_acquire(&point);
 #endif
 }
 
@@ -254,10 +253,10 @@ static void switch_to(Fiber *to) {
     w.current = to;
     place = to ? &to->place : nullptr;
 #ifdef PKV_EMU_TSAN
-    __tsan_switch_to_fiber(to ? to->tsan : w.main_tsan, 1);
+    __tsan_switch_to_fiber(to ? to->footing.tsan : w.main_tsan, 1);
 #endif
 #ifdef PKV_EMU_ASAN
-    if (to) __sanitizer_start_switch_fiber(from ? &from->fake_stack : &w.main_fake_stack, to->stack, STACK);
+    if (to) __sanitizer_start_switch_fiber(from ? &from->fake_stack : &w.main_fake_stack, to->footing.stack, STACK);
     else __sanitizer_start_switch_fiber(&from->fake_stack, w.main_bottom, w.main_size);
 #endif
     raw_switch(from ? from->context : w.main, to ? to->context : w.main);
@@ -316,7 +315,7 @@ u32 barrier(u32 predicate, u32 combine) {
     Worker &w = *worker;
     Fiber &me = *w.current;
     const u64 generation = w.barrier_generation;
-    const int order = int(generation & 1);
+    char &order = w.order[generation & 1];
     order_release(order);
     w.count[generation & 1] += predicate;
     if (++w.in_barrier == w.alive) {
@@ -412,7 +411,7 @@ static Group &meet_group(Meeting meeting, u32 mask, const void *bytes, u32 size,
     if (group.arrived == 0) group.meeting = meeting;
     else if (group.meeting != meeting) fail("warp operation: lanes of one mask meet in different operations");
     copy_bytes(group.slots[parity][lane], static_cast<const u8 *>(bytes), size);
-    if (meeting == SYNCWARP) order_release(2);
+    if (meeting == SYNCWARP) order_release(group.order[parity]);
     group.arrived |= 1u << lane;
     if (group.arrived == mask) {
         if (meeting >= MMA_F16) multiply(group, parity, meeting);
@@ -429,7 +428,7 @@ static Group &meet_group(Meeting meeting, u32 mask, const void *bytes, u32 size,
         me.generation = generation;
         wait();
     }
-    if (meeting == SYNCWARP) order_acquire(2);
+    if (meeting == SYNCWARP) order_acquire(group.order[parity]);
     return group;
 }
 
@@ -485,12 +484,12 @@ static void fiber_main() {
 #endif
     for (;;) {
         Worker &w = *worker;
-        order_acquire(BEGIN);
+        order_acquire(w.order[BEGIN]);
         w.kernel->run(w.params);
         Fiber &me = *w.current;
         if (!me.async.empty()) fail("returned with cp.async copies not waited for");
         me.async_group = 0;
-        order_release(END);
+        order_release(w.order[END]);
         me.state = DONE;
         if (--w.alive == 0) {
             switch_to(nullptr);
@@ -516,9 +515,9 @@ static void run_block(Worker &w, u64 index) {
     w.in_barrier = 0;
     w.count[0] = w.count[1] = 0;
     for (auto &used : w.groups_used) used = 0;
-    order_release(BEGIN);
+    order_release(w.order[BEGIN]);
     switch_to(w.fibers[w.reverse ? w.threads - 1 : 0].get());
-    order_acquire(END);
+    order_acquire(w.order[END]);
 }
 
 static u32 environment(const char *name, u32 fallback) {
@@ -555,11 +554,8 @@ void launch(const Kernel &kernel, dim3 grid, dim3 block, size_t dynamic_shared, 
         for (u32 i = 0; i < threads; i++) {
             auto f = std::make_unique<Fiber>();
             f->index = i;
-            f->stack = take_stack();
-            prepare(f->context, f->stack, STACK, fiber_main);
-#ifdef PKV_EMU_TSAN
-            f->tsan = __tsan_create_fiber(0);
-#endif
+            f->footing = take_footing();
+            prepare(f->context, f->footing.stack, STACK, fiber_main);
             w.fibers.push_back(std::move(f));
         }
         for (u64 i; (i = next.fetch_add(1)) < blocks;) run_block(w, reverse ? blocks - 1 - i : i);

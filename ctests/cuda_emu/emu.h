@@ -14,6 +14,7 @@ namespace pkv_emu {
 // file: the end of the source's path ("kv_store.cu"), or null for any.
 const Kernel *find_kernel(const char *name, const char *file = nullptr);
 bool has_kernels_of(const char *file);
+const Kernel *first_kernel(); // then `next`
 
 // Runs the whole grid. Limits (grid, block, shared memory) are the caller's business: the fake driver checks them as a
 // card does.

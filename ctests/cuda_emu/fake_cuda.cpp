@@ -14,11 +14,15 @@
 // Environment
 //   PKV_EMU_DEVICES=n     devices (default 1); 0: cuInit says CUDA_ERROR_NO_DEVICE
 //   PKV_EMU_ARCH=90       compute capability of the devices (major times 10 plus minor)
+//   PKV_EMU_BLOCKS=n      kernels that walk their rows with the grid's stride get at most n blocks, as they would with
+//                         more than 2^31 blocks' worth of rows
 //   PKV_EMU_FAIL=SPEC     SPEC is name=n:code, more after commas: the n-th call of that function fails with the code
 // Beside the driver's own: pkv_emu_inject(SPEC) at run time, pkv_emu_count(name) calls of a function so far,
-// pkv_emu_count("allocations") now alive, ("contexts") references to primary contexts, ("overruns") found at frees.
+// pkv_emu_count("allocations") now alive, ("contexts") references to primary contexts, ("overruns") found at frees,
+// ("kernels not launched") of those in kernels/, which are named on stderr.
 #include "emu.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -27,6 +31,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <sys/mman.h>
 #include <vector>
@@ -59,6 +64,7 @@ std::recursive_mutex mutex;
 using Lock = std::lock_guard<std::recursive_mutex>;
 
 std::map<std::string, long> calls;
+std::set<const pkv_emu::Kernel *> launched;
 std::map<std::string, std::map<long, Result>> planned;
 bool initialized = false;
 long overruns = 0;
@@ -313,6 +319,9 @@ Result launch(Function *f, dim3 grid, dim3 block, u32 shared, Stream *stream, vo
     if (block.x > 1024 || block.y > 1024 || block.z > 64 || u64(block.x) * block.y * block.z > f->kernel->max_threads)
         return INVALID_VALUE;
     if (shared > f->max_dynamic_shared) return INVALID_VALUE;
+    for (const char *walks : {"kv_store_", "kv_gather_", "merge_attention_", "mla_rope_", "mla_prefill_fp8_latent_"})
+        if (strncmp(f->kernel->name, walks, strlen(walks)) == 0)
+            grid.x = u32(std::min<long>(grid.x, environment("PKV_EMU_BLOCKS", 0x7fffffff)));
     const u8 *bytes = static_cast<const u8 *>(params[0]);
     std::vector<u8> copy(bytes, bytes + f->kernel->params_size);
     return submit(stream, [=, copy = std::move(copy)] {
@@ -320,6 +329,10 @@ Result launch(Function *f, dim3 grid, dim3 block, u32 shared, Stream *stream, vo
         alignas(16) u8 aligned[4096];
         if (copy.size() > sizeof aligned) return Result(INVALID_VALUE);
         memcpy(aligned, copy.data(), copy.size());
+        {
+            Lock lock(mutex);
+            launched.insert(f->kernel);
+        }
         pkv_emu::launch(*f->kernel, grid, block, shared, aligned);
         return Result(OK);
     });
@@ -382,6 +395,15 @@ long pkv_emu_count(const char *name) {
     const std::string what = name;
     if (what == "allocations") return long(allocations.size());
     if (what == "overruns") return overruns;
+    if (what == "kernels not launched") {
+        long n = 0;
+        for (const pkv_emu::Kernel *k = pkv_emu::first_kernel(); k; k = k->next)
+            if (strstr(k->file, "kernels/") && !launched.count(k)) {
+                fprintf(stderr, "not launched: %s\n", k->name);
+                n++;
+            }
+        return n;
+    }
     if (what == "contexts") {
         long n = 0;
         for (auto &c : contexts) n += c->references;

@@ -227,6 +227,7 @@ static void prefill(int number, const PrefillCase &c) {
                                             row_scales.data,
                                             weight.data,
                                             weight_scales.data,
+                                            &pages.buffer_offsets.back(),
                                             keys.data,
                                             values.data,
                                             i64(scale_stride),

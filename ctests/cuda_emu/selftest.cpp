@@ -202,6 +202,15 @@ struct MeetParams {
     u32 *total;
     u32 threads;
 };
+static float block_sum(float x, float *scratch) {
+    x = warp_sum(x);
+    __syncthreads();
+    if (lane_id() == 0) scratch[warp_id()] = x;
+    __syncthreads();
+    float sum = 0;
+    for (u32 i = 0; i < blockDim.x / WARP; i++) sum += scratch[i];
+    return sum;
+}
 PKV_KERNEL(test_meet, MeetParams, 256, 1) {
     __shared__ float scratch[8];
     PKV_DYNAMIC_SHARED(u32, tile);
@@ -210,7 +219,7 @@ PKV_KERNEL(test_meet, MeetParams, 256, 1) {
     tile[threadIdx.x] = threadIdx.x;
     __syncthreads();
     const float x = float(tile[255 - threadIdx.x]);
-    const float sum = block_sum<256>(x, scratch);
+    const float sum = block_sum(x, scratch);
     const u32 count = u32(__syncthreads_count(threadIdx.x % 3 == 0));
     const u32 ballot = __ballot_sync(FULL_MASK, lane_id() < 5);
     const u32 up = __shfl_up_sync(FULL_MASK, threadIdx.x, 1), same = __match_any_sync(FULL_MASK, lane_id() / 8);
@@ -311,6 +320,11 @@ PKV_KERNEL(test_plant, PlantParams, 64, 1) {
     if (p.fault == 2 && lane_id() < 16) __shfl_sync(FULL_MASK, x, 0);
     if (p.fault == 3 && (threadIdx.x & 1)) return;
     if (p.fault == 3) __syncwarp();
+    if (p.fault == 4) {
+        __shared__ __align__(16) u16 rows[8][64];
+        u32 r[2];
+        ldmatrix_x2(r, rows[lane_id() % 8]);
+    }
     p.data[threadIdx.x] = x;
 }
 static void plant(i32 fault) {
@@ -325,7 +339,8 @@ int main(int argc, char **argv) {
     else if (what == "plant-bounds") plant(1);
     else if (what == "plant-mixed-meetings") plant(2);
     else if (what == "plant-missing-lane") plant(3);
-    else if (what == "plant-nothing") plant(4);
+    else if (what == "plant-bank-conflict") plant(4);
+    else if (what == "plant-nothing") plant(5);
     else {
         conversions();
         check_mma<bf16>("test_mma_bf16", 16, 3);

@@ -53,7 +53,7 @@ for sanitizer in compute-sanitizer /usr/local/cuda/bin/compute-sanitizer; do
     code=$?
     memory=$(verdict $code)
     [ $code = 0 ] || [ $code = 124 ] || status=1
-    within 60 "$sanitizer" --error-exitcode 9 --tool racecheck ./gpu_check
+    within 60 "$sanitizer" --error-exitcode 9 --tool racecheck ./gpu_tests every_kernel
     code=$?
     races=$(verdict $code)
     [ $code = 0 ] || [ $code = 124 ] || status=1

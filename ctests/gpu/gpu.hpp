@@ -245,9 +245,6 @@ inline pkv_context *make_context(int32_t backend) {
     o.struct_size = sizeof o;
     o.abi_version = PKV_ABI_VERSION;
     o.backend = backend;
-#ifdef __SANITIZE_THREAD__
-    o.num_threads = 1; // the detector does not see the locks of Rust's precompiled standard library
-#endif
     pkv_context *ctx = nullptr;
     pkv_error e = {};
     e.struct_size = sizeof e;
@@ -267,7 +264,7 @@ class Scene {
 public:
     Shape s;
     uint32_t tokens = 0, keys = 0, blocks = 0, max_pages = 0, most_new = 0, most_cached = 0;
-    Array row_offsets, lengths, table, buffer_offsets;
+    Array row_offsets, lengths, table, buffer_offsets, cache_offsets;
     Array values, gathered, q_rope, q_rope_out, kv, freqs, gamma, q, weight, weight_scale, output, lse;
     Array index_q, index_s, indices, scores, output_a, output_b, lse_a, lse_b, merged, merged_lse;
     Array plain, plain_scales, mla, mla_scales, index, index_scales;
@@ -365,11 +362,11 @@ public:
 
     std::vector<Array *> all() {
         std::vector<Array *> list = {
-            &row_offsets, &lengths,     &table,   &buffer_offsets, &values,     &gathered, &q_rope,
-            &q_rope_out,  &kv,          &freqs,   &gamma,          &q,          &weight,   &weight_scale,
-            &output,      &lse,         &index_q, &index_s,        &indices,    &scores,   &output_a,
-            &output_b,    &merged,      &lse_a,   &lse_b,          &merged_lse, &plain,    &mla,
-            &index,       &index_scales};
+            &row_offsets,  &lengths,    &table,       &buffer_offsets, &cache_offsets, &values,     &gathered,
+            &q_rope,       &q_rope_out, &kv,          &freqs,          &gamma,         &q,          &weight,
+            &weight_scale, &output,     &lse,         &index_q,        &index_s,       &indices,    &scores,
+            &output_a,     &output_b,   &merged,      &lse_a,          &lse_b,         &merged_lse, &plain,
+            &mla,          &index,      &index_scales};
         if (s.scale) list.insert(list.end(), {&plain_scales, &mla_scales});
         return list;
     }
@@ -382,6 +379,19 @@ public:
         fill_batch(sequences);
         for (Array *a : {&row_offsets, &lengths, &buffer_offsets}) a->device->upload(a->host.data());
     }
+
+    // The buffers hold `count` keys of each sequence from position `first` on. No more in all than there are.
+    void set_ranges(const std::vector<std::pair<uint32_t, uint32_t>> &first_count) {
+        keys = 0;
+        for (size_t b = 0; b < first_count.size(); b++) {
+            u32(cache_offsets)[b] = first_count[b].first;
+            u32(buffer_offsets)[b + 1] = keys += first_count[b].second;
+        }
+        ranges = true;
+        for (Array *a : {&cache_offsets, &buffer_offsets}) a->device->upload(a->host.data());
+    }
+    uint32_t length(size_t b) { return u32(lengths)[b] + u32(row_offsets)[b + 1] - u32(row_offsets)[b]; }
+    static uint32_t *u32(Array &a) { return reinterpret_cast<uint32_t *>(a.host.data()); }
 
     // On the host alone: no sequence but the last, of which the last `rows` tokens are the new ones.
     void cut_host_batch(std::pair<uint32_t, uint32_t> last, uint32_t rows) {
@@ -409,6 +419,7 @@ public:
 private:
     Random random;
     int64_t buffer_rows = 0;
+    bool ranges = false; // buffers begin at cache_offsets
     std::vector<uint32_t> ids;
     pkv_collection *collections[2][3] = {};
 
@@ -418,7 +429,6 @@ private:
         a.host.assign(a.elements() * size_of(dtype), 0);
     }
     void take_u32(Array &a, size_t n) { take(a, PKV_I32, {int64_t(n)}); }
-    uint32_t *u32(Array &a) { return reinterpret_cast<uint32_t *>(a.host.data()); }
 
     void set_sequences(const std::vector<std::pair<uint32_t, uint32_t>> &sequences) {
         uint32_t pages = 0;
@@ -436,6 +446,7 @@ private:
         for (uint32_t i = blocks; i-- > 1;) std::swap(ids[i], ids[random.below(i + 1)]);
         take_u32(row_offsets, sequences.size() + 1);
         take_u32(buffer_offsets, sequences.size() + 1);
+        take_u32(cache_offsets, sequences.size());
         take_u32(lengths, sequences.size());
         take_u32(table, sequences.size() * max_pages);
         size_t next = 0;
@@ -508,33 +519,29 @@ private:
             if (spoil) spoil(op, &p);
             return f(context(g), &p, size, go);
         };
-        switch (op) {
-        case STORE: {
-            pkv_kv_store_params p = {};
+        auto over = [&](auto p, pkv_collection *c) {
             p.struct_size = sizeof p;
-            p.collection = collections[g][0];
+            p.collection = c;
             p.batch = &b;
             p.layer_idx = LAYER;
+            return p;
+        };
+        switch (op) {
+        case STORE: {
+            auto p = over(pkv_kv_store_params{}, collections[g][0]);
             p.kv_idx = 1;
             p.values = values.tensor(g);
             return with_params(p, pkv_kv_store_workspace_size, pkv_kv_store);
         }
         case GATHER: {
-            pkv_kv_gather_params p = {};
-            p.struct_size = sizeof p;
-            p.collection = collections[g][0];
-            p.batch = &b;
-            p.layer_idx = LAYER;
+            auto p = over(pkv_kv_gather_params{}, collections[g][0]);
             p.buffer_row_offsets = static_cast<uint32_t *>(buffer_offsets.at(g));
+            if (ranges) p.cache_offsets = static_cast<uint32_t *>(cache_offsets.at(g));
             p.out = gathered.tensor(g);
             return with_params(p, pkv_kv_gather_workspace_size, pkv_kv_gather);
         }
         case ROPE: {
-            pkv_mla_rope_rmsnorm_quantize_params p = {};
-            p.struct_size = sizeof p;
-            p.collection = collections[g][1];
-            p.batch = &b;
-            p.layer_idx = LAYER;
+            auto p = over(pkv_mla_rope_rmsnorm_quantize_params{}, collections[g][1]);
             p.rope = s.pairs;
             p.q_rope = q_rope.tensor(g);
             p.q_rope_output = q_rope_out.tensor(g);
@@ -545,11 +552,7 @@ private:
             return with_params(p, pkv_mla_rope_rmsnorm_quantize_workspace_size, pkv_mla_rope_rmsnorm_quantize);
         }
         case PREFILL: {
-            pkv_mla_prefill_fp8_params p = {};
-            p.struct_size = sizeof p;
-            p.collection = collections[g][1];
-            p.batch = &b;
-            p.layer_idx = LAYER;
+            auto p = over(pkv_mla_prefill_fp8_params{}, collections[g][1]);
             p.rope = s.pairs;
             p.mask = s.mask;
             p.window = 5;
@@ -558,6 +561,7 @@ private:
             p.epsilon = 1e-6f;
             p.buffer_length = g ? buffer_rows : int64_t(keys);
             p.buffer_row_offsets = static_cast<uint32_t *>(buffer_offsets.at(g));
+            if (ranges) p.cache_offsets = static_cast<uint32_t *>(cache_offsets.at(g));
             p.q = q.tensor(g);
             p.kv = kv.tensor(g);
             p.freqs_cis = freqs.tensor(g);
@@ -569,11 +573,7 @@ private:
             return with_params(p, pkv_mla_prefill_fp8_workspace_size, pkv_mla_prefill_fp8);
         }
         case INDEXER: {
-            pkv_mla_indexer_fp8_params p = {};
-            p.struct_size = sizeof p;
-            p.collection = collections[g][2];
-            p.batch = &b;
-            p.layer_idx = LAYER;
+            auto p = over(pkv_mla_indexer_fp8_params{}, collections[g][2]);
             p.mask = s.mask == PKV_MASK_NULL ? PKV_MASK_NULL : PKV_MASK_CAUSAL;
             p.top_k = s.top_k;
             p.q = index_q.tensor(g);

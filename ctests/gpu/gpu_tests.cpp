@@ -67,11 +67,35 @@ static std::vector<Shape> shapes() {
     };
 }
 
+static Shape small(std::vector<std::pair<uint32_t, uint32_t>> sequences) {
+    Shape s = {};
+    s.name = "";
+    s.dtype = PKV_BF16;
+    s.cache = PKV_F8_E4M3;
+    s.scale = PKV_F32;
+    s.granularity = 48;
+    s.page = 16;
+    s.heads = 2;
+    s.latent = 128;
+    s.rope = 16;
+    s.nope = 32;
+    s.value = 40;
+    s.kv_heads = 2;
+    s.head_size = 48;
+    s.index_heads = 3;
+    s.depth = 64;
+    s.top_k = 9;
+    s.mask = PKV_MASK_CAUSAL;
+    s.pairs = PKV_ROPE_INTERLEAVED;
+    s.sequences = std::move(sequences);
+    return s;
+}
+
 // What a function writes, and how near it must come: 0 to the bit, else ‖have - want‖ / ‖want‖.
 static double bound_of(const Scene &c, Op op, const Array *a) {
     const double near = c.s.dtype == PKV_F32 ? 1e-4 : c.s.dtype == PKV_F16 ? 2e-3 : 1e-2;
     if (op == PREFILL && (a == &c.output || a == &c.lse)) return near;
-    if (op == MERGE && (a == &c.merged || a == &c.merged_lse)) return near;
+    if (op == MERGE && (a == &c.merged || a == &c.merged_lse || a == &c.lse_a)) return near;
     if ((op == PREFILL || op == ROPE) && (a == &c.mla || a == &c.mla_scales)) return near; // one sum in another order
     return 0;
 }
@@ -142,16 +166,82 @@ static void every_function() {
     }
 }
 
+// Every entry point that there is, on the smallest shapes that lead to it: for detectors that make everything a
+// hundred times slower.
+static void every_kernel() {
+    struct Case {
+        int32_t dtype, cache;
+        uint32_t nope, value, head_size, depth, top_k;
+        std::vector<std::pair<uint32_t, uint32_t>> sequences;
+        std::vector<Op> ops;
+        bool nan = false; // in the oldest key, which a window hides from most queries
+    };
+    const std::vector<std::pair<uint32_t, uint32_t>> few = {{0, 0}, {0, 3}, {0, 0}, {70, 1}, {9, 0}}, many = {{3, 66}};
+    const std::vector<Op> all = {STORE, GATHER, ROPE, PREFILL, INDEXER, MERGE}, prefill = {PREFILL};
+    const std::vector<Case> cases = {
+        {PKV_F32, PKV_F32, 24, 40, 36, 64, 9, few, all},               // plain
+        {PKV_F16, PKV_F8_E4M3, 32, 40, 48, 32, 100, few, all},         // narrow
+        {PKV_BF16, PKV_F8_E4M3, 33, 45, 33, 136, 2, few, all},         // narrow, element by element
+        {PKV_F16, PKV_F16, 128, 128, 0, 0, 0, few, prefill},           // standard, few queries
+        {PKV_BF16, PKV_BF16, 128, 128, 0, 0, 0, few, prefill},         //
+        {PKV_F16, PKV_F16, 128, 72, 0, 0, 0, many, prefill},           // standard
+        {PKV_BF16, PKV_BF16, 128, 72, 0, 0, 0, many, prefill},         //
+        {PKV_BF16, PKV_BF16, 128, 72, 0, 0, 0, many, prefill, true},   //
+        {PKV_F16, PKV_F16, 200, 136, 0, 0, 0, few, prefill},           // wide, two passes of V
+        {PKV_BF16, PKV_BF16, 200, 136, 0, 0, 0, few, prefill},         //
+        {PKV_F16, PKV_F16, 300, 8, 0, 0, 0, few, prefill},             // plain
+        {PKV_BF16, PKV_BF16, 300, 8, 0, 0, 0, few, prefill},           //
+        {PKV_F32, PKV_F32, 0, 0, 0, 16, 4100, {{4200, 1}}, {INDEXER}}, // sorted in scratch
+        {PKV_F32, PKV_F32, 0, 0, 0, 16, 2048, {{3000, 2}}, {INDEXER}}, // in shared memory
+    };
+    uint64_t seed = 700;
+    for (const Case &k : cases)
+        for (const Op op : k.ops) {
+            where = std::string("every_kernel, ") + NAMES[op] + " " + std::to_string(k.dtype) + " " +
+                    std::to_string(k.nope);
+            Shape shape = small(k.sequences);
+            shape.dtype = k.dtype;
+            shape.cache = k.cache;
+            shape.scale = k.cache == PKV_F8_E4M3 ? PKV_F32 : 0;
+            shape.nope = k.nope;
+            shape.value = k.value;
+            shape.head_size = k.head_size;
+            shape.depth = k.depth;
+            shape.top_k = k.top_k;
+            if (k.nan) shape.mask = PKV_MASK_SLIDING_WINDOW_CAUSAL;
+            Scene c(shape, ++seed, 0, op);
+            if (k.nan) {
+                const size_t row = c.mla.host.size() / (size_t(c.blocks) * Scene::LAYERS * shape.page),
+                             block = Scene::u32(c.table)[0] * Scene::LAYERS + Scene::LAYER;
+                memset(&c.mla.host[block * shape.page * row], 0xff, 2);
+            }
+            if (op == MERGE) // over one of its inputs
+                c.spoil = [](Op, void *p) {
+                    auto &merge = *static_cast<pkv_merge_attention_params *>(p);
+                    merge.lse = merge.lse_a;
+                };
+            c.upload();
+            run_both(c, op);
+            compare(c, op);
+        }
+    if (const auto count = reinterpret_cast<long (*)(const char *)>(dlsym(library(), "pkv_emu_count")))
+        check(count("kernels not launched") == 0, "an entry point is not launched");
+}
+
 // A grid dimension of 65535 is no limit, for tokens and for sequences.
 static void many_rows() {
-    const Shape small = {"", PKV_BF16,        PKV_F8_E4M3,          PKV_F32, 0, 16, 1, 128, 8, 8, 8, 1, 16, 1, 16,
-                         2,  PKV_MASK_CAUSAL, PKV_ROPE_INTERLEAVED, {}};
+    Shape little = small({});
+    little.granularity = 0;
+    little.heads = little.kv_heads = little.index_heads = 1;
+    little.rope = little.nope = little.value = 8;
+    little.head_size = little.depth = 16;
+    little.top_k = 2;
     for (uint32_t tokens : {65535u, 65536u, 70000u}) {
         for (int op = 0; op < OPS; op++) {
             // On the emulation a block costs what a wave of them costs on a card.
             if (emulated() && (tokens != 65536 || op == PREFILL || op == INDEXER)) continue;
             where = "many_rows, " + std::to_string(tokens);
-            Shape shape = small;
+            Shape shape = little;
             if (op == PREFILL || op == INDEXER) { // many sequences: one long one would be quadratic
                 for (uint32_t i = 0; i < tokens; i++) shape.sequences.push_back({i % 3, 1});
                 shape.page = 4;
@@ -310,6 +400,283 @@ static void damaged_batches() {
     }
 }
 
+// Queries that see no key of the buffer: zeros and a log-sum-exp of -inf, exactly; an empty buffer, and one that holds
+// the last key of a sequence alone.
+static void queries_without_keys() {
+    for (const int which : {0, 1, 2}) // tensor cores twice, plain
+        for (const uint32_t tail : {0u, 1u}) {
+            where = "queries_without_keys, " + std::to_string(which);
+            Shape shape = shapes()[size_t(which)];
+            shape.mask = PKV_MASK_CAUSAL;
+            Scene c(shape, 800 + tail, 0, PREFILL);
+            std::vector<std::pair<uint32_t, uint32_t>> ranges;
+            std::vector<bool> sees(c.tokens);
+            for (size_t b = 0; b < shape.sequences.size(); b++) {
+                const uint32_t n = std::min(tail, c.length(b));
+                ranges.push_back({c.length(b) - n, n});
+                if (n && shape.sequences[b].second) sees[Scene::u32(c.row_offsets)[b + 1] - 1] = true;
+            }
+            c.set_ranges(ranges);
+            run_both(c, PREFILL);
+            compare(c, PREFILL);
+            const auto out = c.output.device->download(), lse = c.lse.device->download();
+            bool exact = true;
+            for (size_t t = 0; t < c.tokens; t++)
+                for (size_t i = 0; i < shape.heads && !sees[t]; i++) {
+                    const size_t row = t * shape.heads + i, bytes = shape.value * size_of(shape.dtype);
+                    exact = exact && decode(&lse[4 * row], PKV_F32) == -INFINITY;
+                    exact = exact && std::all_of(&out[row * bytes], &out[row * bytes] + bytes,
+                                                 [](unsigned char x) { return x == 0; });
+                }
+            check(exact, "a query without keys has a result");
+        }
+}
+
+// Prefill over the keys before a cut and over those after it, merged, is prefill over all of them; sequences that end
+// before the cut have no keys after it.
+static void chunks() {
+    for (const int which : {0, 1, 2}) {
+        const Shape shape = shapes()[size_t(which)];
+        Scene c(shape, 820);
+        pkv_error e = fresh_error();
+        auto prefill = [&](Array &output, Array &lse, bool finished) {
+            c.spoil = [&](Op, void *params) {
+                auto &p = *static_cast<pkv_mla_prefill_fp8_params *>(params);
+                p.output = output.tensor(true);
+                p.lse = lse.tensor(true);
+                if (finished) {
+                    p.flags = PKV_PREFILL_FINISHED;
+                    p.kv = p.freqs_cis = p.kv_norm_gamma = pkv_tensor{};
+                }
+            };
+            ok(c.run(PREFILL, true, {nullptr}, {nullptr, 0}, &e), e);
+            c.spoil = nullptr;
+        };
+        prefill(c.output, c.lse, false);
+        synchronize();
+        const auto want = c.output.device->download(), want_lse = c.lse.device->download();
+        for (const uint32_t cut : {0u, 1u, shape.page - 1, shape.page, shape.page + 1, 20u}) {
+            where = "chunks, " + std::string(shape.name) + " at " + std::to_string(cut);
+            c.upload();
+            std::vector<std::pair<uint32_t, uint32_t>> before, after;
+            for (size_t b = 0; b < shape.sequences.size(); b++) {
+                const uint32_t n = std::min(cut, c.length(b));
+                before.push_back({0, n});
+                after.push_back({n, c.length(b) - n});
+            }
+            c.set_ranges(before);
+            prefill(c.output_a, c.lse_a, false);
+            c.set_ranges(after);
+            prefill(c.output_b, c.lse_b, true);
+            ok(c.run(MERGE, true, {nullptr}, {nullptr, 0}, &e), e);
+            synchronize();
+            auto near = [&](const Array &a, const std::vector<unsigned char> &expected) {
+                const auto have = a.device->download();
+                double error = 0, norm = 0;
+                bool same = true; // what is not finite
+                for (size_t i = 0; i < a.elements(); i++) {
+                    const double h = decode(&have[i * size_of(a.dtype)], a.dtype),
+                                 w = decode(&expected[i * size_of(a.dtype)], a.dtype);
+                    if (!std::isfinite(h) || !std::isfinite(w)) {
+                        same = same && h == w;
+                        continue;
+                    }
+                    error += (h - w) * (h - w);
+                    norm += w * w;
+                }
+                return same && error <= norm * std::pow(bound_of(c, MERGE, &c.merged), 2);
+            };
+            check(near(c.merged, want) && near(c.merged_lse, want_lse), "two chunks are not the whole");
+        }
+    }
+}
+
+// Tables without a spare page; reads that begin where the table ends.
+static void ends_of_tables() {
+    for (const Op op : {GATHER, PREFILL, INDEXER}) {
+        where = std::string("ends_of_tables, ") + NAMES[op];
+        Scene c(small({{30, 2}, {16, 16}, {0, 32}}), 840, 0, op);
+        if (op != INDEXER) c.set_ranges({{32, 0}, {31, 1}, {32, 0}});
+        run_both(c, op);
+        compare(c, op);
+    }
+}
+
+// Scores that are NaN or infinite: every index is -1 or a key's, none comes twice, -1 only at the end.
+static void scores_that_are_not_finite() {
+    where = "scores_that_are_not_finite";
+    for (const uint32_t top_k : {9u, 64u, 300u}) {
+        Shape shape = small({{190, 5}, {0, 4}, {40, 1}});
+        shape.top_k = top_k;
+        Scene c(shape, 850 + top_k, 0, INDEXER);
+        Random random{top_k};
+        auto poke = [&](Array &a, size_t i, float x) { memcpy(&a.host[4 * i], &x, 4); };
+        const float odd[] = {NAN, INFINITY, -INFINITY, -NAN, 0.0f, -0.0f};
+        for (size_t i = 0; i < c.index_scales.elements(); i++)
+            if (random.below(3) == 0) poke(c.index_scales, i, odd[random.below(6)]);
+        for (size_t i = 0; i < c.index_s.elements(); i++)
+            if (random.below(4) == 0) poke(c.index_s, i, odd[random.below(6)]);
+        for (size_t i = 0; i < c.index.host.size(); i++)
+            if (random.below(2000) == 0) c.index.host[i] = 0x7f;
+        c.upload();
+        run_both(c, INDEXER);
+        compare(c, INDEXER);
+        const auto bytes = c.indices.device->download();
+        size_t token = 0;
+        for (auto [cached, fresh] : shape.sequences)
+            for (uint32_t i = 0; i < fresh; i++, token++) {
+                std::vector<bool> taken(cached + i + 1);
+                bool right = true;
+                for (uint32_t n = 0; n < top_k; n++) {
+                    int32_t index;
+                    memcpy(&index, &bytes[4 * (token * top_k + n)], 4);
+                    const bool is_key = index >= 0 && size_t(index) < taken.size() && !taken[size_t(index)];
+                    right = right && (n < taken.size() ? is_key : index == -1);
+                    if (is_key) taken[size_t(index)] = true;
+                }
+                check(right, "indices of token " + std::to_string(token));
+            }
+    }
+}
+
+// Equal scores come in the order of their positions; as many rows of top_k as keys, one more, one less.
+static void ties_and_tails() {
+    where = "ties_and_tails";
+    for (const uint32_t top_k : {64u, 2048u, 4100u}) {
+        Shape shape = small({{300, 1}, {0, 2}, {4199, 1}});
+        shape.top_k = top_k;
+        Scene c(shape, 870 + top_k, 0, INDEXER);
+        std::fill(c.index_s.host.begin(), c.index_s.host.end(), 0);
+        c.upload();
+        run_both(c, INDEXER);
+        compare(c, INDEXER);
+        const auto bytes = c.indices.device->download();
+        size_t token = 0;
+        bool right = true;
+        for (auto [cached, fresh] : shape.sequences)
+            for (uint32_t i = 0; i < fresh; i++, token++)
+                for (uint32_t n = 0; n < top_k; n++) {
+                    int32_t index;
+                    memcpy(&index, &bytes[4 * (token * top_k + n)], 4);
+                    right = right && index == (n < cached + i + 1 ? int32_t(n) : -1);
+                }
+        check(right, "equal scores are not in order, top_k " + std::to_string(top_k));
+    }
+    Shape shape = small({{0, 1}, {1022, 1}, {1023, 1}, {1024, 1}, {2046, 1}, {2047, 1}, {2048, 1}});
+    shape.top_k = 2048;
+    Scene c(shape, 880, 0, INDEXER);
+    run_both(c, INDEXER);
+    compare(c, INDEXER);
+}
+
+// A row's bits do not depend on the rows around it.
+static void alone_and_in_a_batch() {
+    for (const Op op : {ROPE, PREFILL, INDEXER}) {
+        where = std::string("alone_and_in_a_batch, ") + NAMES[op];
+        Scene c(shapes()[0], 890, 0, op);
+        pkv_error e = fresh_error();
+        ok(c.run(op, true, {nullptr}, {nullptr, 0}, &e), e);
+        synchronize();
+        auto outputs = [&] {
+            std::vector<Array *> arrays = {&c.q_rope_out};
+            if (op == PREFILL) arrays = {&c.output, &c.lse};
+            if (op == INDEXER) arrays = {&c.indices, &c.scores};
+            return arrays;
+        };
+        std::vector<std::vector<unsigned char>> together;
+        for (Array *a : outputs()) together.push_back(a->device->download());
+        const auto all = c.s.sequences;
+        size_t first = 0;
+        for (size_t b = 0; b < all.size(); first += all[b++].second) {
+            const size_t rows = all[b].second;
+            if (rows == 0) continue;
+            auto alone = all;
+            for (size_t other = 0; other < all.size(); other++)
+                if (other != b) alone[other].second = 0;
+            c.upload();
+            c.set_batch(alone);
+            c.spoil = [&](Op, void *params) { // its rows of every ragged tensor
+                auto cut = [&](pkv_tensor &t) {
+                    size_t row = size_of(t.dtype);
+                    for (int d = 1; d < t.ndim; d++) row *= size_t(t.shape[d]);
+                    t.data = static_cast<unsigned char *>(t.data) + first * row;
+                    t.shape[0] = int64_t(rows);
+                };
+                if (op == ROPE) {
+                    auto &p = *static_cast<pkv_mla_rope_rmsnorm_quantize_params *>(params);
+                    for (pkv_tensor *t : {&p.q_rope, &p.q_rope_output, &p.kv}) cut(*t);
+                } else if (op == PREFILL) {
+                    auto &p = *static_cast<pkv_mla_prefill_fp8_params *>(params);
+                    for (pkv_tensor *t : {&p.q, &p.kv, &p.output, &p.lse}) cut(*t);
+                } else {
+                    auto &p = *static_cast<pkv_mla_indexer_fp8_params *>(params);
+                    for (pkv_tensor *t : {&p.q, &p.q_s, &p.output_indices, &p.output_scores}) cut(*t);
+                }
+            };
+            ok(c.run(op, true, {nullptr}, {nullptr, 0}, &e), e);
+            c.spoil = nullptr;
+            synchronize();
+            for (size_t i = 0; i < outputs().size(); i++) {
+                const Array &a = *outputs()[i];
+                const auto have = a.device->download();
+                const size_t row = have.size() / size_t(a.shape[0]);
+                check(memcmp(&have[first * row], &together[i][first * row], rows * row) == 0,
+                      "other bits alone, sequence " + std::to_string(b));
+            }
+        }
+    }
+}
+
+// Scratch is bounded: what does not fit goes through it in groups of heads and windows of rows, with the same bits.
+static void groups_and_windows() {
+    for (const Op op : {PREFILL, INDEXER}) {
+        where = std::string("groups_and_windows, ") + NAMES[op];
+        Shape shape = small({{5, 30}, {2, 10}});
+        shape.heads = 3;
+        shape.value = 1024;
+        Scene c(shape, 895, 0, op);
+        run_both(c, op);
+        compare(c, op);
+        for (Array *a : c.all()) {
+            const auto now = a->device->download();
+            std::copy(now.begin(), now.end(), a->host.begin());
+        }
+        uint32_t rows = c.tokens;
+        c.spoil = [&](Op, void *params) {
+            if (op == PREFILL) { // K and V of one head then take more than half of what a group may
+                auto &p = *static_cast<pkv_mla_prefill_fp8_params *>(params);
+                p.buffer_length = 65536;
+                p.flags = PKV_PREFILL_FINISHED;
+                p.kv = p.freqs_cis = p.kv_norm_gamma = pkv_tensor{};
+            } else { // the window is 16 rows then
+                auto &p = *static_cast<pkv_mla_indexer_fp8_params *>(params);
+                const_cast<pkv_batch *>(p.batch)->max_cache_length = 1 << 20;
+                for (pkv_tensor *t : {&p.q, &p.q_s, &p.output_indices, &p.output_scores}) t->shape[0] = rows;
+            }
+        };
+        size_t bytes = 0;
+        pkv_error e = fresh_error();
+        ok(c.run(op, true, {nullptr}, {nullptr, 0}, &e), e);
+        synchronize();
+        for (Array *a : c.all()) check(a->device->download() == a->host, "other bits in parts");
+        rows = 1 << 20;
+        ok(c.query(op, true, &bytes, &e), e);
+        check(bytes < size_t(op == PREFILL ? 512 : 80) << 20, "scratch of " + std::to_string(bytes) + " bytes");
+    }
+}
+
+static void page_sizes() {
+    for (const uint32_t page : {1u, 2u, 7u, 16u, 32u, 64u, 128u, 256u})
+        for (int op = 0; op < MERGE; op++) {
+            where = std::string("page_sizes, ") + NAMES[op] + " " + std::to_string(page);
+            Shape shape = small({{page - 1, 2}, {0, page > 64 ? 3 : page + 1}, {2 * page, 1}});
+            shape.page = page;
+            Scene c(shape, 900 + page, 0, op);
+            run_both(c, Op(op));
+            compare(c, Op(op));
+        }
+}
+
 // What the host can see is refused, by name, with nothing written.
 static void refusals() {
     struct Bad {
@@ -428,10 +795,19 @@ int main(int argc, char **argv) {
     const std::vector<std::pair<std::string, std::function<void()>>> tests = {
         {"threads", threads},
         {"every_function", every_function},
+        {"every_kernel", every_kernel},
         {"refusals", refusals},
         {"workspaces", workspaces},
         {"graphs", graphs},
         {"damaged_batches", damaged_batches},
+        {"queries_without_keys", queries_without_keys},
+        {"chunks", chunks},
+        {"ends_of_tables", ends_of_tables},
+        {"scores_that_are_not_finite", scores_that_are_not_finite},
+        {"ties_and_tails", ties_and_tails},
+        {"alone_and_in_a_batch", alone_and_in_a_batch},
+        {"groups_and_windows", groups_and_windows},
+        {"page_sizes", page_sizes},
         {"same_bits_every_run", same_bits_every_run},
         {"many_rows", many_rows},
         {"processes", [&] { processes(argv[0]); }},

@@ -869,6 +869,16 @@ fn no_compiler() {
         let (status, _, message, _) = scene.store(Stream::NULL, NO_WORKSPACE).unwrap_err();
         assert_eq!(status, PKV_ERR_UNSUPPORTED, "{message}");
         assert!(message.contains("NVRTC"), "{message}");
+        // The workspace query is how an engine asks beforehand.
+        let mut p: pkv_merge_attention_params = zeroed();
+        p.struct_size = size_of_val(&p);
+        let t = [Tensor::new(DType::F32, &[1, 1, 8]), Tensor::new(DType::F32, &[1, 1])];
+        (p.output_a, p.output_b, p.output) = (t[0].abi(), t[0].abi(), t[0].abi());
+        (p.lse_a, p.lse_b) = (t[1].abi(), t[1].abi());
+        let mut bytes = 0;
+        // SAFETY: live structs.
+        let (status, _, message) = call(|e| unsafe { (MERGE.size)(scene.ctx.0, &p, &mut bytes, e) }).unwrap_err();
+        assert!(status == PKV_ERR_UNSUPPORTED && message.contains("NVRTC"), "{status} {message}");
     });
 }
 

@@ -2,8 +2,10 @@
 //
 //   cp_async_16(smem, gmem)            both 16-byte aligned
 //   cp_async_16(smem, gmem, valid)     zeroes where not valid; gmem is then not read, but must be a global address
-//   (pass any valid one) cp_async_commit()                  closes a group cp_async_wait<N>()                 at most N
-//   of this thread's newest groups still under way; other threads need a __syncthreads too
+//                                      (pass any valid one)
+//   cp_async_commit()                  closes a group
+//   cp_async_wait<N>()                 at most N of this thread's newest groups still under way; other threads need a
+//                                      __syncthreads too
 //
 // The emulation copies as late as it may (at the wait), so a missing wait is seen there.
 #pragma once

@@ -3,13 +3,13 @@
 //   f16 bf16 e4m3 e5m2 e8m0            one member, `bits`
 //   to_f32(x)                          exact
 //   from_f32<T>(x)                     round to nearest even; f16 and bf16 overflow to infinity, e4m3 and e5m2 saturate
-//   at 448 and 57344
-//                                      (infinity too); NaN stays NaN
+//                                      at 448 and 57344 (infinity too); NaN stays NaN
 //   round_to<T>(x)                     to_f32(from_f32<T>(x))
 //   e8m0_at_least(s)                   smallest power of two >= s within 2^-126 .. 2^127, by the exponent bits
 //   to_f32x2 / from_f32x2              two at a time, packed in a u32 (f16, bf16) or u16 (e4m3, e5m2), element 0 in the
-//   low half e4m3x2_to_f16x2(u16)               exact, for tensor cores without fp8 DTYPE_* the numbers of the C API;
-//   dtype_of<T>::value; fp8_max<T>()
+//                                      low half
+//   e4m3x2_to_f16x2(u16)               exact, for tensor cores without fp8
+//   DTYPE_*                            the numbers of the C API; dtype_of<T>::value; fp8_max<T>()
 //
 // PTX has f16 and bf16 conversions on every architecture we build, the fp8 ones from sm_89 on; before that, and in the
 // emulation, plain integer arithmetic gives the same bits (the emulation's tests compare all of them).

@@ -1,24 +1,25 @@
 // Tensor-core fragments: ldmatrix and mma.sync. Every lane of the warp takes part.
 //
 // With g = lane / 4 and t = lane % 4, the fragments of D[16][8] += A[16][K] * B[K][8] (A row-major, B column-major) are
-//   16-bit, K = 16:  a[0] = A[g][2t, 2t+1]    a[1] = A[g+8][2t, 2t+1]    a[2] = A[g][2t+8, 2t+9]    a[3] = A[g+8][2t+8,
-//   2t+9]
-//                    b[0] = B[2t, 2t+1][g]    b[1] = B[2t+8, 2t+9][g]
-//   8-bit, K = 32:   a[0] = A[g][4t..4t+3]    a[1] = A[g+8][4t..4t+3]    a[2] = A[g][4t+16..4t+19]  a[3] =
-//   A[g+8][4t+16..4t+19]
-//                    b[0] = B[4t..4t+3][g]    b[1] = B[4t+16..4t+19][g]
-//   f32:             d[0] = D[g][2t]          d[1] = D[g][2t+1]          d[2] = D[g+8][2t]          d[3] = D[g+8][2t+1]
+//   16-bit, K = 16:  a[0] = A[g][2t, 2t+1]     a[1] = A[g+8][2t, 2t+1]
+//                    a[2] = A[g][2t+8, 2t+9]   a[3] = A[g+8][2t+8, 2t+9]
+//                    b[0] = B[2t, 2t+1][g]     b[1] = B[2t+8, 2t+9][g]
+//   8-bit, K = 32:   a[0] = A[g][4t..4t+3]     a[1] = A[g+8][4t..4t+3]
+//                    a[2] = A[g][4t+16..4t+19] a[3] = A[g+8][4t+16..4t+19]
+//                    b[0] = B[4t..4t+3][g]     b[1] = B[4t+16..4t+19][g]
+//   f32:             d[0] = D[g][2t]           d[1] = D[g][2t+1]
+//                    d[2] = D[g+8][2t]         d[3] = D[g+8][2t+1]
 // with the lower index in the lower bits.
 //
 //   ldmatrix_x4(r, row)                four 8x8 matrices of 16-bit elements from shared memory: lane l names 16-byte
-//   row l % 8 of matrix l / 8;
+//                                      row l % 8 of matrix l / 8; the eight rows must lie in different banks;
 //                                      r[i] = matrix i [g][2t, 2t+1]. _trans: matrix i transposed. _x2: lanes 0 .. 15
 //                                      name the rows. An 8-bit operand is read by the plain form as 16-bit pairs: r[i]
 //                                      = bytes [g][4t .. 4t+3].
 //   mma_m16n8k16<T>(d, a, b)           T = f16 or bf16, products exact, sums f32
 //   mma_m16n8k32_e4m3(d, a, b)         sm_89+ natively; before, through f16 (exact). NVIDIA does not promise full f32
-//   sums for fp8 operands,
-//                                      and Hopper's keep about 14 bits: results that must be exact take
+//                                      sums for fp8 operands, and Hopper's keep about 14 bits: results that must be
+//                                      exact take
 //   mma_m16n8k32_e4m3_exact(d, a, b)   always through f16: decodes and issues two m16n8k16
 #pragma once
 #include "device/async.cuh"

@@ -150,6 +150,20 @@ mod tests {
         assert!((0..4).all(|i| (0..i).all(|j| names[i] != names[j])), "{names:?}");
     }
 
+    /// What NVRTC says against a source: that it does not compile, that a kernel spills or has a stack frame, a warning.
+    fn fault(nvrtc: &Nvrtc, file: &str, text: &str, arch: &str) -> Option<String> {
+        let options = [&OPTIONS[..], &["--ptxas-options=-v"]].concat();
+        match nvrtc.compile(file, text, HEADERS, arch, &options) {
+            Err(e) => Some(e),
+            Ok((_, log)) => {
+                let entries = log.matches("Compiling entry function").count();
+                let clean = log.matches(" 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads").count();
+                let kernels = entries > 0 || arch.starts_with("compute_");
+                (!kernels || clean != entries || log.contains("warning")).then_some(log)
+            }
+        }
+    }
+
     /// Every kernel through the real NVRTC that `PAGEDKV_NVRTC` names, as `compiled` calls it, for the architectures in `ARCHS` (and the PTX);
     /// spills, stack frames and warnings fail.
     #[test]
@@ -157,23 +171,31 @@ mod tests {
     fn nvrtc_takes_every_kernel() {
         let archs = std::env::var("ARCHS").unwrap_or("sm_80 sm_89 sm_90a sm_100a sm_120a".into());
         let nvrtc = Nvrtc::get().unwrap();
+        // That each kind would be seen: a frame for an array with run-time indices; sums that no 32 registers hold; a warning.
+        for (planted, seen) in [
+            (
+                "(int *x) { int a[64]; for (int i = 0; i < 64; i++) a[x[i] & 63] = i; x[0] = a[x[1] & 63]; }",
+                "bytes stack frame",
+            ),
+            (
+                "(float *x) { float a[80]; \
+                 _Pragma(\"unroll\") for (int i = 0; i < 80; i++) a[i] = x[i * 64 + threadIdx.x]; __syncthreads(); \
+                 _Pragma(\"unroll\") for (int i = 0; i < 80; i++) x[i + threadIdx.x] = a[79 - i] * a[i]; }",
+                "bytes spill stores",
+            ),
+            ("(int *x) { int never_used; }", "warning"),
+        ] {
+            let text = format!("extern \"C\" __global__ void __launch_bounds__(1024, 2) planted{planted}");
+            let fault = fault(nvrtc, "planted.cu", &text, "sm_80").unwrap_or_default();
+            assert!(fault.contains(seen), "{text}: {fault}");
+        }
         let pairs: Vec<_> =
             archs.split(' ').flat_map(|arch| SOURCES.iter().map(move |source| (source, arch))).collect();
         let next = AtomicU64::new(0);
         let faults = std::sync::Mutex::new(Vec::new());
         let work = || {
             while let Some((source, arch)) = pairs.get(next.fetch_add(1, Ordering::Relaxed) as usize) {
-                let options = [&OPTIONS[..], &["--ptxas-options=-v"]].concat();
-                let fault = match nvrtc.compile(source.file, source.text, HEADERS, arch, &options) {
-                    Err(e) => Some(e),
-                    Ok((_, log)) => {
-                        let entries = log.matches("Compiling entry function").count();
-                        let clean =
-                            log.matches(" 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads").count();
-                        let kernels = entries > 0 || arch.starts_with("compute_");
-                        (!kernels || clean != entries || log.contains("warning")).then_some(log)
-                    }
-                };
+                let fault = fault(nvrtc, source.file, source.text, arch);
                 faults.lock().unwrap().extend(fault.map(|text| format!("{} for {arch}: {text}", source.file)));
             }
         };

@@ -262,6 +262,7 @@ fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream) -> Result
                 scales: scratch.scales.as_ptr(),
                 weight: a.kv_b_proj.as_ptr(),
                 weight_scales: a.kv_b_proj_scale.as_ptr().cast(),
+                rows_used: buffer.row_offsets.wrapping_add(a.batch.batch_size),
                 keys: scratch.keys.as_ptr().cast(),
                 values: scratch.values.as_ptr().cast(),
                 scale_stride: scale_stride(plan.rows) as i64,
@@ -379,6 +380,7 @@ struct MlaPrefillProjectParams {
     scales: *const f32,
     weight: *const u8,
     weight_scales: *const f32,
+    rows_used: *const u32,
     keys: *mut c_void,
     values: *mut c_void,
     scale_stride: i64,
@@ -396,7 +398,7 @@ struct MlaPrefillProjectParams {
     vector: u32,
     reserved: u32,
 }
-const _: () = assert!(size_of::<MlaPrefillProjectParams>() == 120);
+const _: () = assert!(size_of::<MlaPrefillProjectParams>() == 128);
 // SAFETY: as above.
 unsafe impl LaunchParams for MlaPrefillProjectParams {}
 

@@ -434,3 +434,28 @@ impl Drop for DeviceBuffer {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A row a warp, four warps a block: grids of more than 2^16, 2^31 and 2^32 rows. What does not fit a grid, its blocks walk.
+    #[test]
+    fn grids_of_many_rows() {
+        let grid = |items| Shape::strided(items, 4, 128, 0).grid;
+        for (items, blocks) in [
+            (0, 1),
+            (1, 1),
+            (4, 1),
+            (5, 2),
+            (65535 * 4 + 1, 65536),
+            (1 << 32, 1 << 30),
+            ((1 << 33) - 4, i32::MAX as u32),
+            ((1 << 33) - 3, i32::MAX as u32),
+            (1 << 40, i32::MAX as u32),
+            (u64::MAX, i32::MAX as u32),
+        ] {
+            assert_eq!(grid(items), [blocks, 1, 1], "{items}");
+        }
+    }
+}
