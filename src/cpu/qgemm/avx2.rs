@@ -639,55 +639,51 @@ fn fused_byte_super<F: Format, const SUBS: usize, const NT: usize>(
     acts: &SuperActs,
     out: &mut [[f32; 16]],
 ) {
-    let mut dot = [[[_mm256_setzero_si256(); 2]; NT]; STREAMS];
-    for (stream, scales) in streams.iter().zip(scales.iter_mut()) {
+    for (s, (stream, scales)) in streams.iter().zip(scales).enumerate() {
         F::scales::<V>(&stream.blocks[0], 0, scales);
-    }
-    fused_part::<F, SUBS, NT, 0>(isa, streams, scales, acts, &mut dot);
-    fused_part::<F, SUBS, NT, 1>(isa, streams, scales, acts, &mut dot);
-    fused_part::<F, SUBS, NT, 2>(isa, streams, scales, acts, &mut dot);
-    fused_part::<F, SUBS, NT, 3>(isa, streams, scales, acts, &mut dot);
-    fused_part::<F, SUBS, NT, 4>(isa, streams, scales, acts, &mut dot);
-    fused_part::<F, SUBS, NT, 5>(isa, streams, scales, acts, &mut dot);
-    fused_part::<F, SUBS, NT, 6>(isa, streams, scales, acts, &mut dot);
-    fused_part::<F, SUBS, NT, 7>(isa, streams, scales, acts, &mut dot);
-    for s in 0..streams.len() {
-        finish_super::<F, SUBS, NT>(&scales[s], acts, dot[s], of_stream(out, s));
+        let mut dot = [[_mm256_setzero_si256(); 2]; NT];
+        fused_part::<F, SUBS, NT, 0>(isa, stream, scales, acts, &mut dot);
+        fused_part::<F, SUBS, NT, 1>(isa, stream, scales, acts, &mut dot);
+        fused_part::<F, SUBS, NT, 2>(isa, stream, scales, acts, &mut dot);
+        fused_part::<F, SUBS, NT, 3>(isa, stream, scales, acts, &mut dot);
+        fused_part::<F, SUBS, NT, 4>(isa, stream, scales, acts, &mut dot);
+        fused_part::<F, SUBS, NT, 5>(isa, stream, scales, acts, &mut dot);
+        fused_part::<F, SUBS, NT, 6>(isa, stream, scales, acts, &mut dot);
+        fused_part::<F, SUBS, NT, 7>(isa, stream, scales, acts, &mut dot);
+        finish_super::<F, SUBS, NT>(scales, acts, dot, of_stream(out, s));
     }
 }
 
-/// Part `PART` of each stream's super-block.
-#[inline]
+/// Part `PART` of a super-block. Never inlined: eight parts in a row are too much for the register allocator, and a call each costs a hundredth.
+#[inline(never)]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn fused_part<F: Format, const SUBS: usize, const NT: usize, const PART: usize>(
     isa: Avx2,
-    streams: &[Stream<'_, F::Block>],
-    scales: &[Scales; STREAMS],
+    stream: &Stream<'_, F::Block>,
+    scales: &Scales,
     acts: &SuperActs,
-    dot: &mut [Acc<NT>; STREAMS],
+    dot: &mut Acc<NT>,
 ) {
     if PART >= F::PARTS {
         return;
     }
-    for ((stream, scales), dot) in streams.iter().zip(scales).zip(dot) {
-        prefetch(isa, stream.next, PART, F::PARTS);
-        let acts = opaque(acts);
-        // As many as any format has sub-blocks in a part; the rest is optimised away.
-        let mut acc: [Acc<NT>; 2] = [[[_mm256_setzero_si256(); 2]; NT]; 2];
-        if F::SHIFT > 0 {
-            for i in 0..F::SUBS {
-                for t in 0..NT {
-                    acc[i][t] = [start::<SUBS>(acts, F::sub(PART, i), t, F::SHIFT); 2];
-                }
+    prefetch(isa, stream.next, PART, F::PARTS);
+    let acts = opaque(acts);
+    // As many as any format has sub-blocks in a part; the rest is optimised away.
+    let mut acc: [Acc<NT>; 2] = [[[_mm256_setzero_si256(); 2]; NT]; 2];
+    if F::SHIFT > 0 {
+        for i in 0..F::SUBS {
+            for t in 0..NT {
+                acc[i][t] = [start::<SUBS>(acts, F::sub(PART, i), t, F::SHIFT); 2];
             }
         }
-        F::part::<Pair, PART>(&stream.blocks[0], 0, &mut AddBytes { acts: &acts.q, acc: &mut acc });
-        for i in 0..F::SUBS {
-            let scale = int_halves(&scales.sub_scale[F::sub(PART, i)]);
-            for t in 0..NT {
-                for h in 0..2 {
-                    dot[t][h] = _mm256_add_epi32(dot[t][h], _mm256_madd_epi16(acc[i][t][h], scale[h]));
-                }
+    }
+    F::part::<Pair, PART>(&stream.blocks[0], 0, &mut AddBytes { acts: &acts.q, acc: &mut acc });
+    for i in 0..F::SUBS {
+        let scale = int_halves(&scales.sub_scale[F::sub(PART, i)]);
+        for t in 0..NT {
+            for h in 0..2 {
+                dot[t][h] = _mm256_add_epi32(dot[t][h], _mm256_madd_epi16(acc[i][t][h], scale[h]));
             }
         }
     }
