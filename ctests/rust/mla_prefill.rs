@@ -12,6 +12,9 @@ use pagedkv::dtype::DType::{self, *};
 use std::sync::Mutex;
 
 /// A context at an instruction set. The variable is read while a context is made, so making one takes a lock.
+const LAYERS: usize = 2;
+const LAYER: usize = 1;
+
 fn context(level: Level, threads: u32) -> Context {
     static LOCK: Mutex<()> = Mutex::new(());
     let _lock = LOCK.lock().unwrap_or_else(|e| e.into_inner());
@@ -165,11 +168,11 @@ impl Problem {
         let mut order = order.into_iter();
         let batch = Batch::new(&s.sequences, s.page as u32, || order.next().unwrap());
 
-        let mut blocks = Tensor::new(s.cache, &[num_blocks, 1, 1, s.page, 1, row]);
+        let mut blocks = Tensor::new(s.cache, &[num_blocks, 1, LAYERS, s.page, 1, row]);
         blocks.bytes_mut().fill(0xff);
         let groups = s.scales.map_or(0, |(_, g)| row.div_ceil(g as usize));
         let mut scales = s.scales.map(|(dtype, _)| {
-            let mut t = Tensor::new(dtype, &[num_blocks, 1, 1, s.page, 1, groups]);
+            let mut t = Tensor::new(dtype, &[num_blocks, 1, LAYERS, s.page, 1, groups]);
             t.bytes_mut().fill(0xff);
             t
         });
@@ -178,7 +181,7 @@ impl Problem {
             let filled = if s.in_place { s.length(b) } else { s.sequences[b].0 as usize };
             for p in 0..filled {
                 let (block, slot) = batch.locate(b, p, s.page);
-                let at = block * s.page + slot;
+                let at = (block * LAYERS + LAYER) * s.page + slot;
                 // With scales: codes of up to 448 and scales that bring them back to about 1.
                 let factor = if scales.is_some() { 100.0 } else { 1.0 };
                 let x: Vec<f32> = (0..row).map(|_| r.normal() * factor).collect();
@@ -244,7 +247,7 @@ impl Problem {
         let mut options: pkv_collection_options = zeroed();
         options.struct_size = size_of_val(&options);
         options.dtype = s.cache as i32;
-        (options.num_blocks, options.num_layers) = (self.blocks.shape[0] as u32, 1);
+        (options.num_blocks, options.num_layers) = (self.blocks.shape[0] as u32, LAYERS as u32);
         (options.page_size, options.num_heads, options.head_size) = (s.page as u32, 1, (s.latent + s.rope) as u32);
         options.is_mla = 1;
         options.blocks = results.blocks.buffer();
@@ -259,7 +262,7 @@ impl Problem {
         let offsets: Vec<u32> = keys.offsets.iter().map(|&o| o as u32).collect();
         let mut params: pkv_mla_prefill_fp8_params = zeroed();
         params.struct_size = size_of_val(&params);
-        (params.collection, params.batch) = (collection.0, &batch);
+        (params.collection, params.batch, params.layer_idx) = (collection.0, &batch, LAYER as u32);
         params.rope = s.half_split as i32;
         (params.mask, params.window, params.chunk, params.score_mod) = (s.mask, s.window, s.chunk, s.alibi as i32);
         (params.scale, params.epsilon) = (1.0 / ((s.nope + s.rope) as f32).sqrt(), 1e-6);
@@ -556,10 +559,11 @@ fn odd_latents_quantise_as_the_reference_does() {
     let row = shape.latent + shape.rope;
     let mut x = problem.blocks.to_f32();
     let (block, _) = problem.batch.locate(0, 0, shape.page);
+    let first = (block * LAYERS + LAYER) * shape.page;
     for (p, value) in [0.0, 1e-40, 5000.0, 1e-30, 448.0].into_iter().enumerate() {
-        x[(block * shape.page + p) * row..][..128].fill(value);
+        x[(first + p) * row..][..128].fill(value);
     }
-    x[(block * shape.page + 5) * row + 3] = 1e6;
+    x[(first + 5) * row + 3] = 1e6;
     problem.blocks = Tensor::from_f32(F32, &problem.blocks.shape, &x);
     let want = problem.run(&context(Level::Reference, 1), false);
     for level in FAST {

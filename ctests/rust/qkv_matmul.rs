@@ -19,6 +19,8 @@ use pagedkv::gguf::{FORMATS, Format, decode_row};
 
 const FAST: [Level; 3] = [Level::Scalar, Level::Avx2, Level::Avx512];
 const HEAD: usize = 7;
+const LAYERS: usize = 3;
+const LAYER: usize = 1;
 
 struct Weights {
     formats: [&'static Format; 3],
@@ -58,9 +60,9 @@ impl Weights {
         let mut options: pkv_collection_options = zeroed();
         options.struct_size = size_of_val(&options);
         options.dtype = DType::F32 as i32;
-        (options.num_blocks, options.num_layers, options.page_size) = (tokens.div_ceil(5) as u32, 1, 5);
+        (options.num_blocks, options.num_layers, options.page_size) = (tokens.div_ceil(5) as u32, LAYERS as u32, 5);
         (options.num_heads, options.head_size) = (1, self.head as u32);
-        let blocks = Tensor::new(DType::F32, &[options.num_blocks as usize, 2, 1, 5, 1, self.head]);
+        let blocks = Tensor::new(DType::F32, &[options.num_blocks as usize, 2, LAYERS, 5, 1, self.head]);
         options.blocks = blocks.buffer();
         let collection = Collection::new(ctx, &options);
         let mut next = 0;
@@ -84,18 +86,20 @@ impl Weights {
         let mut p: pkv_qkv_matmul_gguf_params = zeroed();
         p.struct_size = size_of_val(&p);
         let b = batch.abi();
-        (p.collection, p.batch, p.compute) = (collection.0, &b, compute);
+        (p.collection, p.batch, p.layer_idx, p.compute) = (collection.0, &b, LAYER as u32, compute);
         (p.q_weight, p.k_weight, p.v_weight) = (handles[0], handles[1], handles[2]);
         (p.hidden_state, p.q_output) = (x.abi(), q.abi());
         QKV.ok(ctx, &p, true);
         // SAFETY: made above, destroyed once.
         handles.into_iter().for_each(|h| unsafe { pkv_gguf_weight_destroy(h) });
         let cache = blocks.to_f32();
-        let rows = |kv: usize| {
-            (0..tokens)
-                .flat_map(|t| cache[((t / 5 * 2 + kv) * 5 + t % 5) * self.head..][..self.head].to_vec())
-                .collect()
+        let row = |t: usize, kv: usize, layer: usize| {
+            &cache[(((t / 5 * 2 + kv) * LAYERS + layer) * 5 + t % 5) * self.head..][..self.head]
         };
+        let rows = |kv: usize| (0..tokens).flat_map(|t| row(t, kv, LAYER).to_vec()).collect();
+        for (t, kv, layer) in (0..tokens).flat_map(|t| (0..2 * LAYERS).map(move |i| (t, i % 2, i / 2))) {
+            assert!(layer == LAYER || row(t, kv, layer).iter().all(|&x| x == 0.0), "layer {layer} was written");
+        }
         [q.to_f32(), rows(0), rows(1)]
     }
 
