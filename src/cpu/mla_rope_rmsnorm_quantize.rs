@@ -98,7 +98,8 @@ impl Kernel for Finish<'_> {
                     unsafe { rotation.apply(s, x, y) };
                 }
                 if let Some(next) = next {
-                    s.prefetch(a.kv.as_ptr().wrapping_add(next.row * a.kv.stride[0] * size_of::<T>()), row.len() * size_of::<T>());
+                    let kv = a.kv.as_ptr().wrapping_add(next.row * a.kv.stride[0] * size_of::<T>());
+                    s.prefetch(kv, a.kv.row_len() * size_of::<T>());
                     let offset = a.cache.row_offset(next.block, next.slot) * a.cache.dtype.size();
                     s.prefetch_write(a.cache.blocks_ptr().wrapping_add(offset), row.len() * a.cache.dtype.size());
                 }
