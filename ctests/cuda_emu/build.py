@@ -29,6 +29,7 @@ PLANTED = {
     "nothing": (),
     "race": ("thread",),
     "bounds": ("address",),
+    "shared-bounds": ("address",),
     "mixed-meetings": ("", "address", "thread"),
     "missing-lane": ("", "address", "thread"),
     "bank-conflict": ("", "address", "thread"),

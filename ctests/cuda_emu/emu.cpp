@@ -200,7 +200,8 @@ struct Worker {
     std::vector<std::vector<std::unique_ptr<Group>>>
         groups; // by warp; allocated by the OS thread, so that no lane's allocation looks like a race
     std::vector<u32> groups_used;
-    std::unique_ptr<u8[]> shared_raw;
+    std::unique_ptr<u8[]> shared_raw; // `shared` lies in it, 1024-byte aligned
+    u8 *shared = nullptr;
     size_t shared_size = 0;
     Context main;
     Fiber *current = nullptr;
@@ -216,6 +217,9 @@ struct Worker {
 
     ~Worker() {
         for (auto &f : fibers) return_footing(f->footing);
+#ifdef PKV_EMU_ASAN
+        __asan_unpoison_memory_region(shared_raw.get(), shared_size + 1024);
+#endif
     }
 };
 static thread_local Worker *worker = nullptr;
@@ -503,12 +507,11 @@ static void fiber_main() {
 
 static void run_block(Worker &w, u64 index) {
     const uint3 at{u32(index % w.grid.x), u32(index / w.grid.x % w.grid.y), u32(index / w.grid.x / w.grid.y)};
-    fill_bytes(w.shared_raw.get(), w.shared_size ? w.shared_size + 1024 : 0, 0xff);
-    u8 *dynamic_shared = reinterpret_cast<u8 *>((reinterpret_cast<u64>(w.shared_raw.get()) + 1023) & ~u64(1023));
+    fill_bytes(w.shared, w.shared_size, 0xff);
     for (u32 i = 0; i < w.threads; i++) {
         Fiber &f = *w.fibers[i];
         f.place = {
-            {i % w.block.x, i / w.block.x % w.block.y, i / w.block.x / w.block.y}, at, w.block, w.grid, dynamic_shared};
+            {i % w.block.x, i / w.block.x % w.block.y, i / w.block.x / w.block.y}, at, w.block, w.grid, w.shared};
         f.state = READY;
     }
     w.alive = w.threads;
@@ -542,6 +545,11 @@ void launch(const Kernel &kernel, dim3 grid, dim3 block, size_t dynamic_shared, 
         w.reverse = reverse;
         w.shared_size = dynamic_shared;
         w.shared_raw = std::make_unique<u8[]>(dynamic_shared + 1024);
+        w.shared = reinterpret_cast<u8 *>((reinterpret_cast<u64>(w.shared_raw.get()) + 1023) & ~u64(1023));
+#ifdef PKV_EMU_ASAN
+        __asan_poison_memory_region(w.shared_raw.get(), dynamic_shared + 1024);
+        __asan_unpoison_memory_region(w.shared, dynamic_shared);
+#endif
         w.groups.resize((threads + 31) / 32);
         w.groups_used.resize(w.groups.size());
         for (auto &warp : w.groups)

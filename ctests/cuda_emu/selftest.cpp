@@ -320,6 +320,7 @@ PKV_KERNEL(test_plant, PlantParams, 64, 1) {
     if (p.fault == 2 && lane_id() < 16) __shfl_sync(FULL_MASK, x, 0);
     if (p.fault == 3 && (threadIdx.x & 1)) return;
     if (p.fault == 3) __syncwarp();
+    if (p.fault == 6) tile[threadIdx.x + 1] = x;
     if (p.fault == 4) {
         __shared__ __align__(16) u16 rows[8][64];
         u32 r[2];
@@ -340,6 +341,7 @@ int main(int argc, char **argv) {
     else if (what == "plant-mixed-meetings") plant(2);
     else if (what == "plant-missing-lane") plant(3);
     else if (what == "plant-bank-conflict") plant(4);
+    else if (what == "plant-shared-bounds") plant(6);
     else if (what == "plant-nothing") plant(5);
     else {
         conversions();

@@ -348,7 +348,8 @@ static void damaged_batches() {
     for (int op = 0; op < MERGE; op++) {
         where = std::string("damaged_batches, ") + NAMES[op];
         for (int fault = 0; fault < 6; fault++) {
-            Scene c(shapes()[0], 400 + uint64_t(op));
+            const Shape large = shapes()[0];
+            Scene c(emulated() ? small(large.sequences) : large, 400 + uint64_t(op));
             auto poke = [&](Array &a, size_t i, uint32_t x) { memcpy(&a.host[4 * i], &x, 4); };
             switch (fault) {
             case 0:
