@@ -32,7 +32,8 @@ extern "C" double limit_fma(unsigned threads) {
 
 extern "C" double limit_read(unsigned threads) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2")) return once(threads, [&](unsigned t) { return bench::read_memory(memory(), t, threads); });
+    const bench::Memory& data = memory();
+    if (__builtin_cpu_supports("avx2")) return once(threads, [&](unsigned t) { return bench::read_memory(data, t, threads); });
 #endif
     (void)threads;
     return 0;

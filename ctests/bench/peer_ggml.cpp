@@ -148,12 +148,12 @@ void peer_set_rows(void* handle, int64_t m, const float* activations) {
     release(matmul->graph_context, matmul->graph_buffer);
     matmul->y.clear();
     matmul->m = m;
-    size_t nodes = matmul->w.size() + 16;
-    size_t overhead = find<size_t()>("ggml_tensor_overhead")() * (nodes + matmul->copies) + 2 * find<size_t(size_t, bool)>("ggml_graph_overhead_custom")(nodes, false);
+    const size_t nodes = matmul->w.size() + 16, size = 2 * nodes;  // a graph counts its inputs as well
+    size_t overhead = find<size_t()>("ggml_tensor_overhead")() * (nodes + matmul->copies) + 2 * find<size_t(size_t, bool)>("ggml_graph_overhead_custom")(size, false);
     ggml_context* context = matmul->graph_context = init()({overhead, nullptr, true});
     auto* expand = find<void(ggml_cgraph*, ggml_tensor*)>("ggml_build_forward_expand");
-    matmul->first = find<ggml_cgraph*(ggml_context*, size_t, bool)>("ggml_new_graph_custom")(context, nodes, false);
-    matmul->all = find<ggml_cgraph*(ggml_context*, size_t, bool)>("ggml_new_graph_custom")(context, nodes, false);
+    matmul->first = find<ggml_cgraph*(ggml_context*, size_t, bool)>("ggml_new_graph_custom")(context, size, false);
+    matmul->all = find<ggml_cgraph*(ggml_context*, size_t, bool)>("ggml_new_graph_custom")(context, size, false);
     std::vector<ggml_tensor*> inputs;
     for (unsigned c = 0, j = 0; c < matmul->copies; c++) {
         inputs.push_back(find<ggml_tensor*(ggml_context*, int, int64_t, int64_t)>("ggml_new_tensor_2d")(context, type_f32, matmul->cols, m));

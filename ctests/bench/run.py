@@ -131,7 +131,14 @@ def main(*arguments):
         options += ["--record", record]
     path = ":".join(map(str, [*folders, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]))
     command = [BUILD / "gguf_bench", *options, *arguments]
-    return subprocess.run(list(map(str, command)), env={**os.environ, "LD_LIBRARY_PATH": path}).returncode
+    driver = subprocess.Popen(list(map(str, command)), env={**os.environ, "LD_LIBRARY_PATH": path}, stdout=subprocess.PIPE, text=True)
+    table = []
+    for line in driver.stdout:
+        print(line, end="", flush=True)
+        table.append(line)
+    if keep:
+        record.with_suffix(".txt").write_text("".join(table))
+    return driver.wait()
 
 
 if __name__ == "__main__":
