@@ -66,6 +66,8 @@ struct Shape {
     alibi: bool,
     half_split: bool,
     in_place: bool,
+    /// What the softmax scale has beyond 1 / sqrt(nope + rope).
+    mscale: f32,
 }
 
 impl Default for Shape {
@@ -87,6 +89,7 @@ impl Default for Shape {
             alibi: false,
             half_split: false,
             in_place: false,
+            mscale: 1.0,
         }
     }
 }
@@ -265,7 +268,7 @@ impl Problem {
         (params.collection, params.batch, params.layer_idx) = (collection.0, &batch, LAYER as u32);
         params.rope = s.half_split as i32;
         (params.mask, params.window, params.chunk, params.score_mod) = (s.mask, s.window, s.chunk, s.alibi as i32);
-        (params.scale, params.epsilon) = (1.0 / ((s.nope + s.rope) as f32).sqrt(), 1e-6);
+        (params.scale, params.epsilon) = (s.mscale / ((s.nope + s.rope) as f32).sqrt(), 1e-6);
         params.flags = if finished { PKV_PREFILL_FINISHED } else { 0 };
         params.buffer_length = *rows.last().unwrap() as i64;
         params.buffer_row_offsets = rows.as_ptr();
@@ -376,6 +379,7 @@ fn grid() -> Vec<Shape> {
                 alibi: i % 3 == 1,
                 half_split: i % 2 == 1,
                 in_place: i / 2 % 2 == 1,
+                mscale: 1.0,
             }
         })
         .collect()
@@ -606,6 +610,22 @@ fn heads_in_groups_give_the_same_bits() {
                 part.output.bytes()[t * row..][..row] == whole.output.bytes()[(t * 16 + h) * row..][..row],
                 "head {h} row {t}"
             );
+        }
+    }
+}
+
+/// DeepSeek with YaRN multiplies 1 / sqrt(192) by mscale squared. With one key the lse is the scaled logit.
+#[test]
+fn the_scale_is_the_callers() {
+    let shape = Shape { nope: 128, rope: 64, v: 128, sequences: vec![(0, 1)], ..Shape::default() };
+    let lse = |mscale: f32, level| {
+        let problem = Problem::new(&Shape { mscale, ..shape.clone() }, 8);
+        problem.run(&context(level, 1), false).lse.to_f32()
+    };
+    for level in [Level::Reference, Level::Scalar, Level::Avx2] {
+        for (yarn, logit) in lse(1.8738, level).into_iter().zip(lse(192f32.sqrt(), level)) {
+            let want = 0.072_168_8 * 1.8738 * logit;
+            assert!(logit != 0.0 && (yarn - want).abs() <= 1e-5 * want.abs(), "{level:?}: {yarn}, must be {want}");
         }
     }
 }
