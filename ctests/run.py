@@ -373,7 +373,7 @@ def sanitized_kernels(sanitizer, *tests):
 
 
 def pool_model():
-    """The library's thread pool under loom: its locks and atomics replaced by the checker's, every interleaving of a few threads tried."""
+    """The library's thread pool under loom: its locks and atomics replaced by the checker's, every interleaving of a few threads with up to two preemptions tried."""
     return run("cargo", "test", "--locked", "--no-default-features", "--lib", "--target-dir", TARGET / "loom", "parallel::model",
                env={"RUSTFLAGS": "--cfg loom", "CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0"})
 
@@ -389,7 +389,7 @@ def sanitize():
     report.step("build with ThreadSanitizer", sanitizer_build, "thread", THREADED)
     report.step("threaded C tests, ThreadSanitizer", lambda: ctest(
         TARGET / "ctests-thread", "-R", "|".join(THREADED), env={"TSAN_OPTIONS": f"halt_on_error=1:second_deadlock_stack=1:suppressions={CTESTS}/sanitize/tsan.supp"}))
-    report.step("thread pool, every interleaving (loom)", pool_model)
+    report.step("thread pool, interleavings (loom)", pool_model)
     return report.end()
 
 
