@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <thread>
 
 #include "gpu.hpp"
@@ -766,9 +767,9 @@ static void threads() {
 // Two processes that start with the same empty cache of kernels.
 static void processes(const char *self) {
     where = "processes";
-    char cache[] = "/tmp/pagedkv-cache-XXXXXX";
-    if (!mkdtemp(cache)) die("mkdtemp");
-    setenv("PAGEDKV_CACHE_DIR", cache, 1);
+    std::string cache = std::filesystem::temp_directory_path() / "pagedkv-cache-XXXXXX";
+    if (!mkdtemp(&cache[0])) die("mkdtemp");
+    setenv("PAGEDKV_CACHE_DIR", cache.c_str(), 1);
     pid_t children[2];
     std::string program = self;
     for (pid_t &child : children) {
@@ -780,8 +781,7 @@ static void processes(const char *self) {
         waitpid(child, &status, 0);
         check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a process failed");
     }
-    const std::string remove = std::string("rm -rf ") + cache;
-    check(system(remove.c_str()) == 0, remove);
+    std::filesystem::remove_all(cache);
 }
 
 int main(int argc, char **argv) {
