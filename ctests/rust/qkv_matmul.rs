@@ -153,9 +153,17 @@ fn bits(x: &[f32]) -> Vec<u32> {
 #[test]
 fn every_encoding_is_right_and_the_same_however_it_is_cut() {
     for format in FORMATS {
-        for (n, blocks, tokens) in
-            [(7, 1, 1), (63, 5, 2), (70, 3, 3), (14, 2, 4), (63, 9, 5), (133, 1, 17), (7, 17, 33), (35, 2, 300)]
-        {
+        for (n, blocks, tokens) in [
+            (7, 1, 1),
+            (63, 5, 2),
+            (70, 3, 3),
+            (14, 2, 4),
+            (63, 9, 5),
+            (133, 1, 17),
+            (7, 17, 33),
+            (35, 2, 300),
+            (21, 133, 2),
+        ] {
             let w = Weights::new(format, n, format.block_elements.max(32) * blocks);
             let x = activations([DType::F32, DType::F16, DType::BF16][tokens % 3], tokens, w.cols);
             let f = x.to_f32();
@@ -181,20 +189,18 @@ fn every_encoding_is_right_and_the_same_however_it_is_cut() {
                     // A row alone has the bits it has in the batch.
                     for t in [0, tokens / 2, tokens - 1] {
                         let row = &x.bytes()[x.bytes().len() / tokens * t..][..x.bytes().len() / tokens];
-                        let alone = w.run(
-                            &contexts[0],
-                            &Tensor::from_bytes(x.dtype, &[1, w.cols], row),
-                            compute,
-                            PKV_WEIGHT_PACK,
-                        );
-                        for i in 0..3 {
-                            let n = w.rows[i];
-                            assert_eq!(
-                                bits(&alone[i]),
-                                bits(&base[i][n * t..][..n]),
-                                "{} {level:?} row {t}",
-                                format.name
-                            );
+                        let row = Tensor::from_bytes(x.dtype, &[1, w.cols], row);
+                        for flags in [PKV_WEIGHT_PACK, 0] {
+                            let alone = w.run(&contexts[0], &row, compute, flags);
+                            for (i, (alone, base)) in alone.iter().zip(&base).enumerate() {
+                                let n = w.rows[i];
+                                assert_eq!(
+                                    bits(alone),
+                                    bits(&base[n * t..][..n]),
+                                    "{} {level:?} row {t} weight {i} flags {flags}",
+                                    format.name
+                                );
+                            }
                         }
                     }
                 }

@@ -3,7 +3,7 @@
 
 use super::cache_row;
 use super::isa::{Avx2, Level};
-use super::qgemm::activations::{ByteBlocks, ByteSuper, Layout, WordBlocks, WordSuper};
+use super::qgemm::activations::{ByteBlocks, ByteSuper, CHUNK, Family, Layout, WordBlocks, WordSuper};
 use super::qgemm::float::FloatFormat;
 use super::qgemm::formats::Format;
 use super::qgemm::pack::RawRows;
@@ -59,7 +59,7 @@ impl Scratch {
         let cols = a.q.weight.cols;
         let needed = [&a.q, &a.k, &a.v].map(|p| layout(a, p));
         let acts = Layout::ALL.map(|layout| {
-            let chunks = tokens.div_ceil(TOKENS).saturating_mul(cols.div_ceil(qgemm::activations::CHUNK));
+            let chunks = tokens.div_ceil(TOKENS).saturating_mul(cols.div_ceil(CHUNK));
             arena.take(if needed.contains(&layout) { chunks.saturating_mul(layout.bytes()) } else { 0 })
         });
         let slots = arena.take(tokens);
@@ -301,8 +301,15 @@ impl<I: Isa, F: Format> Work for Quantised<'_, I, F> {
     #[inline(always)]
     fn run(self) {
         let (task, count) = (&self.0, self.0.count());
-        // Few tokens: the memory is what counts, and it likes several streams; raw rows are sixteen each anyway. Many: the activations fill the cache.
-        let streams = if count <= 16 && matches!(task.source(), Source::Packed(_)) { qgemm::STREAMS } else { 1 };
+        if let (Source::Raw(raw), true) = (task.source(), I::ROWWISE && count <= <F::Family as Family>::ROWWISE) {
+            let (groups, cols) = (task.groups.clone(), task.projection.weight.cols);
+            let out = task.isa.rowwise::<F>(raw, groups.clone(), cols, task.acts(), count, task.scratch());
+            return task.finish(groups, out);
+        }
+        // Few tokens: the memory is what counts, and blocks of 32 are too short to keep it busy in one stream. Many: the activations fill the cache.
+        let short = <F::Family as Family>::ELEMENTS < CHUNK;
+        let streams =
+            if count <= 16 && short && matches!(task.source(), Source::Packed(_)) { qgemm::STREAMS } else { 1 };
         for first in task.groups.clone().step_by(streams) {
             let groups = first..task.groups.end.min(first + streams);
             let (source, cols) = (task.source(), task.projection.weight.cols);

@@ -44,6 +44,25 @@ pub struct WordActs {
     pub d: [[f32; TOKENS]; 8],
 }
 
+/// Chunks in a [`Linear`].
+pub const SEGMENT: usize = 16;
+
+/// One token's activations of some chunks, columns one after the other, for kernels that go along a row.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct Linear {
+    /// Codes of 32 columns.
+    pub codes: [[[u32; 8]; 8]; SEGMENT],
+    /// Per block: 32 columns, or 256 for [`ByteSuper`].
+    pub d: [f32; 8 * SEGMENT],
+    /// [`ByteBlocks`]: `d` times the sum of the codes, and minus the sum alone.
+    pub sum: [f32; 8 * SEGMENT],
+    pub minus: [u32; 8 * SEGMENT],
+    /// [`ByteSuper`]: as in [`SuperActs`], `[..][chunk]`.
+    pub minus_sum: [[u32; SEGMENT]; 16],
+    pub sums: [[u32; SEGMENT]; 8],
+}
+
 /// One token's chunk before it is interleaved with others.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
@@ -72,9 +91,14 @@ pub trait Family: 'static {
     const SUB_STEPS: usize = 0;
     /// Columns that share an activation scale.
     const ACT_BLOCK: usize;
+    /// Most tokens for which raw rows are better taken one after the other: to take codes apart again for each costs more or less.
+    const ROWWISE: usize = 1;
 
     /// Puts token `t` of the four in its place.
     fn put<V: Lanes>(codes: &Codes, t: usize, out: &mut Self::Acts);
+
+    /// Puts token `t`'s chunk in its place.
+    fn linear(acts: &Self::Acts, t: usize, chunk: usize, out: &mut Linear);
 
     /// `out[stream][token][row] += ` the product of a chunk's blocks, unpacked in registers; `scales` is room for theirs.
     fn fused<I: Isa, F: Format<Family = Self>>(
@@ -132,6 +156,23 @@ pub enum WordSuper {}
 fn put_bytes(codes: &Codes, t: usize, out: &mut [[u32; TOKENS]; 64]) {
     for (out, q) in out.iter_mut().zip(codes.q.as_flattened()) {
         out[t] = *q;
+    }
+}
+
+#[inline(always)]
+fn linear_bytes(q: &[[u32; TOKENS]; 64], t: usize, out: &mut [[u32; 8]; 8]) {
+    for (out, q) in out.as_flattened_mut().iter_mut().zip(q) {
+        *out = q[t];
+    }
+}
+
+#[inline(always)]
+fn linear_words(acts: &WordActs, t: usize, chunk: usize, out: &mut Linear) {
+    for (out, q) in out.codes[chunk].as_flattened_mut().iter_mut().zip(acts.q.as_chunks::<2>().0) {
+        *out = q[0][t] & 0x00ff_00ff | (q[1][t] & 0x00ff_00ff) << 8;
+    }
+    for b in 0..8 {
+        out.d[8 * chunk + b] = acts.d[b][t];
     }
 }
 
@@ -196,6 +237,17 @@ impl Family for ByteBlocks {
     }
 
     #[inline(always)]
+    fn linear(acts: &ByteActs, t: usize, chunk: usize, out: &mut Linear) {
+        linear_bytes(&acts.q, t, &mut out.codes[chunk]);
+        for b in 0..8 {
+            out.d[8 * chunk + b] = acts.d[b][t];
+            out.sum[8 * chunk + b] = acts.sum[b][t];
+            let [low, high] = [acts.minus_sum[b][t] as i16, (acts.minus_sum[b][t] >> 16) as i16];
+            out.minus[8 * chunk + b] = (i32::from(low) + i32::from(high)) as u32;
+        }
+    }
+
+    #[inline(always)]
     fn apply<I: Isa, F: Format<Family = Self>>(
         isa: I,
         tile: &Tile,
@@ -221,6 +273,7 @@ impl Family for ByteBlocks {
 
 impl<const SUBS: usize> Family for ByteSuper<SUBS> {
     type Acts = SuperActs;
+    const ROWWISE: usize = 2;
     const SUB_STEPS: usize = 64 / SUBS;
     const ELEMENTS: usize = 256;
     const LAYOUT: Layout = Layout::ByteSuper;
@@ -242,6 +295,18 @@ impl<const SUBS: usize> Family for ByteSuper<SUBS> {
         for i in 0..4 {
             let sum32 = |j: usize| totals[2 * j] + totals[2 * j + 1];
             out.sums32[i][t] = pair(sum32(2 * i), sum32(2 * i + 1));
+        }
+    }
+
+    #[inline(always)]
+    fn linear(acts: &SuperActs, t: usize, chunk: usize, out: &mut Linear) {
+        linear_bytes(&acts.q, t, &mut out.codes[chunk]);
+        out.d[chunk] = acts.d[t];
+        for j in 0..16 {
+            out.minus_sum[j][chunk] = acts.minus_sum[j][t];
+        }
+        for i in 0..SUBS / 2 {
+            out.sums[i][chunk] = acts.sums::<SUBS>()[i][t];
         }
     }
 
@@ -282,6 +347,11 @@ impl Family for WordBlocks {
     }
 
     #[inline(always)]
+    fn linear(acts: &WordActs, t: usize, chunk: usize, out: &mut Linear) {
+        linear_words(acts, t, chunk, out);
+    }
+
+    #[inline(always)]
     fn apply<I: Isa, F: Format<Family = Self>>(
         isa: I,
         tile: &Tile,
@@ -315,6 +385,11 @@ impl Family for WordSuper {
     #[inline(always)]
     fn put<V: Lanes>(codes: &Codes, t: usize, out: &mut WordActs) {
         put_words::<V>(codes, t, out);
+    }
+
+    #[inline(always)]
+    fn linear(acts: &WordActs, t: usize, chunk: usize, out: &mut Linear) {
+        linear_words(acts, t, chunk, out);
     }
 
     #[inline(always)]

@@ -15,16 +15,18 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
-use super::activations::{ByteActs, CHUNK, Codes, SuperActs, TINY, WordActs};
+use super::activations::{ByteActs, CHUNK, Codes, Family, SuperActs, TINY, WordActs};
 use super::float::{FloatActs, FloatTile};
-use super::formats::{Emit, Format, Scales, Tile};
+use super::formats::{Emit, Format, RowBits, Scales, Tile};
 use super::lanes::{Bits, Lanes};
-use super::{Isa, STREAMS, Stream, TOKENS, Work, prefetch};
+use super::pack::RawRows;
+use super::{Isa, STREAMS, Scratch, Stream, TOKENS, Work, prefetch, rowwise};
 use crate::cpu::isa::Avx2;
+use std::ops::Range;
 
 /// Eight rows' dwords; made only where [`Avx2`] vouches for the CPU.
 #[derive(Clone, Copy)]
-pub struct V(__m256i);
+pub struct V(pub(super) __m256i);
 
 macro_rules! intrinsics {
     ($e:expr) => {
@@ -80,6 +82,37 @@ impl Bits for V {
             _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast())),
             self.0
         )))
+    }
+}
+
+impl RowBits for V {
+    #[inline(always)]
+    unsafe fn bytes(p: *const u8) -> Self {
+        // SAFETY: by contract.
+        Self(unsafe { _mm256_loadu_si256(p.cast()) })
+    }
+    #[inline(always)]
+    unsafe fn nibbles(p: *const u8) -> Self {
+        // SAFETY: by contract.
+        unsafe {
+            let twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
+            let high_down = _mm256_srlv_epi32(twice, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+            Self(_mm256_and_si256(high_down, _mm256_set1_epi8(15)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn fifth_bits(p: *const u8) -> Self {
+        // SAFETY: by contract.
+        unsafe {
+            let byte = |i: i64| i * 0x0101_0101_0101_0101;
+            let spread = _mm256_shuffle_epi8(
+                _mm256_set1_epi32(p.cast::<i32>().read_unaligned()),
+                _mm256_setr_epi64x(byte(0), byte(1), byte(2), byte(3)),
+            );
+            let bit = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64 as i64);
+            let set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
+            Self(_mm256_and_si256(set, _mm256_set1_epi8(16)))
+        }
     }
 }
 
@@ -935,6 +968,21 @@ impl Isa for Avx2 {
     #[inline(always)]
     fn float(self, tile: &FloatTile, acts: &FloatActs, tokens: usize, cols: usize, out: &mut [[f32; 16]]) {
         by_tokens!(tokens, out, |NT, o| float::<NT>(tile, acts, cols, o));
+    }
+    const ROWWISE: bool = true;
+
+    #[inline(always)]
+    fn rowwise<'s, F: Format>(
+        self,
+        raw: RawRows<'_>,
+        groups: Range<usize>,
+        cols: usize,
+        acts: &[<F::Family as Family>::Acts],
+        tokens: usize,
+        scratch: &'s mut Scratch,
+    ) -> &'s mut [[f32; 16]] {
+        // SAFETY: an `Avx2` exists only where the CPU has these features.
+        unsafe { rowwise::avx2::row_groups::<F>(self, raw, groups, cols, acts, tokens, scratch) }
     }
     const FUSED: usize = 2;
 

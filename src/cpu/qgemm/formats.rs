@@ -49,6 +49,23 @@ pub trait Emit<V> {
     fn emit(&mut self, i: usize, step: usize, v: V);
 }
 
+/// 32 bytes of one row.
+pub trait RowBits: Bits {
+    /// # Safety
+    /// 32 bytes can be read.
+    unsafe fn bytes(p: *const u8) -> Self;
+    /// Low halves of 16 bytes, then the high halves.
+    ///
+    /// # Safety
+    /// 16 bytes can be read.
+    unsafe fn nibbles(p: *const u8) -> Self;
+    /// 32 bits, each as bit 4 of a byte.
+    ///
+    /// # Safety
+    /// 4 bytes can be read.
+    unsafe fn fifth_bits(p: *const u8) -> Self;
+}
+
 /// An encoding with 8-bit activations.
 ///
 /// # Safety
@@ -78,6 +95,13 @@ pub unsafe trait Format: 'static {
     fn part<V: Bits, const PART: usize>(block: &Self::Block, h: usize, out: &mut impl Emit<V>);
     /// Fills the scales; `slot` is which 32 of the 256 columns (always 0 for super-blocks).
     fn scales<V: Lanes>(block: &Self::Block, slot: usize, out: &mut Scales);
+    /// The codes of columns `32 I ..+32` of one GGUF block, one column a byte: what the parts give, for one row.
+    ///
+    /// # Safety
+    /// A whole GGUF block lies at `block`.
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V;
+    /// The first of each four dwords of a GGUF block that together hold its scales, where they are dwords; the narrow field aside.
+    const HEAD_DWORDS: &[usize] = &[];
     /// What packing does beyond the transposition.
     fn reorder(_block: &mut Self::Block) {}
 }
@@ -175,6 +199,11 @@ unsafe impl Format for Q4_0 {
         }
     }
     #[inline(always)]
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
+        // SAFETY: by contract.
+        unsafe { V::nibbles(block.add(2)) }
+    }
+    #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
         for h in 0..2 {
             V::store_f32(V::load_f16(&b.d, h), &mut out.scale[slot], h);
@@ -195,6 +224,7 @@ unsafe impl Format for Q4_1 {
     type Block = Q4_1Block;
     type Family = ByteBlocks;
     const BLOCK_BYTES: usize = 20;
+    const HEAD_DWORDS: &[usize] = &[0];
     const MIN: bool = true;
 
     #[inline(always)]
@@ -204,6 +234,11 @@ unsafe impl Format for Q4_1 {
             out.emit(0, c, lo);
             out.emit(0, c + 4, hi);
         }
+    }
+    #[inline(always)]
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
+        // SAFETY: by contract.
+        unsafe { V::nibbles(block.add(4)) }
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
@@ -264,6 +299,11 @@ unsafe impl Format for Q5_0 {
         five_bits::<V>(&b.qs, &b.qh, h, out);
     }
     #[inline(always)]
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
+        // SAFETY: by contract.
+        unsafe { V::nibbles(block.add(6)).or(V::fifth_bits(block.add(2))) }
+    }
+    #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
         for h in 0..2 {
             V::store_f32(V::load_f16(&b.d, h), &mut out.scale[slot], h);
@@ -289,6 +329,7 @@ unsafe impl Format for Q5_1 {
     type Block = Q5_1Block;
     type Family = ByteBlocks;
     const BLOCK_BYTES: usize = 24;
+    const HEAD_DWORDS: &[usize] = &[0];
     // Codes up to 31 overflow the 16-bit sums unless centred; the min makes up for it.
     const SHIFT: u32 = 4;
     const MIN: bool = true;
@@ -296,6 +337,11 @@ unsafe impl Format for Q5_1 {
     #[inline(always)]
     fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
         five_bits::<V>(&b.qs, &b.qh, h, out);
+    }
+    #[inline(always)]
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
+        // SAFETY: by contract.
+        unsafe { V::nibbles(block.add(8)).or(V::fifth_bits(block.add(4))) }
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
@@ -327,6 +373,11 @@ unsafe impl Format for Q8_0 {
         }
     }
     #[inline(always)]
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
+        // SAFETY: by contract.
+        unsafe { V::bytes(block.add(2)) }
+    }
+    #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
         for h in 0..2 {
             V::store_f32(V::load_f16(&b.d, h), &mut out.scale[slot], h);
@@ -351,6 +402,11 @@ unsafe impl Format for Iq4Nl {
             out.emit(0, c, lo.lookup(&IQ4_VALUES));
             out.emit(0, c + 4, hi.lookup(&IQ4_VALUES));
         }
+    }
+    #[inline(always)]
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
+        // SAFETY: by contract.
+        unsafe { V::nibbles(block.add(2)).lookup(&IQ4_VALUES) }
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
@@ -388,6 +444,11 @@ unsafe impl Format for Mxfp4 {
         }
     }
     #[inline(always)]
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
+        // SAFETY: by contract.
+        unsafe { V::nibbles(block.add(1)).lookup(&MXFP4_VALUES) }
+    }
+    #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
         for h in 0..2 {
             V::store_f32(V::load_e8m0_halved(&b.e, h), &mut out.scale[slot], h);
@@ -420,6 +481,7 @@ unsafe impl Format for Q4K {
     type Block = Q4KBlock;
     type Family = ByteSuper<8>;
     const BLOCK_BYTES: usize = 144;
+    const HEAD_DWORDS: &[usize] = &[0];
     const MIN: bool = true;
 
     const PARTS: usize = 4;
@@ -432,6 +494,11 @@ unsafe impl Format for Q4K {
             out.emit(0, 16 * PART + c, v.and(V::splat(LOW4)));
             out.emit(1, 16 * PART + 8 + c, v.shr(4).and(V::splat(LOW4)));
         }
+    }
+    #[inline(always)]
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
+        // SAFETY: by contract.
+        unsafe { V::bytes(block.add(16 + 32 * (I / 2))).shr(4 * (I % 2)).and(V::splat(LOW4)) }
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
@@ -467,6 +534,7 @@ unsafe impl Format for Q5K {
     // Five bits would overflow the 16-bit sums over 32 columns: each sub-block counts as two.
     type Family = ByteSuper<16>;
     const BLOCK_BYTES: usize = 176;
+    const HEAD_DWORDS: &[usize] = &[0];
     const MIN: bool = true;
 
     const PARTS: usize = 8;
@@ -486,6 +554,15 @@ unsafe impl Format for Q5K {
             let (fifth, v) = (V::load(&b.qh[c], h), V::load(&b.qs[8 * n + c], h));
             out.emit(0, 16 * n + c, v.and(low4).or(fifth_of(fifth, 2 * n)));
             out.emit(1, 16 * n + 8 + c, v.shr(4).and(low4).or(fifth_of(fifth, 2 * n + 1)));
+        }
+    }
+    #[inline(always)]
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
+        // SAFETY: by contract.
+        unsafe {
+            let low = V::bytes(block.add(48 + 32 * (I / 2))).shr(4 * (I % 2)).and(V::splat(LOW4));
+            let fifth = V::bytes(block.add(16));
+            low.or(if I < 4 { fifth.shl(4 - I) } else { fifth.shr(I - 4) }.and(V::splat(0x1010_1010)))
         }
     }
     #[inline(always)]
@@ -529,6 +606,7 @@ unsafe impl Format for Q6K {
     type Block = Q6KBlock;
     type Family = ByteSuper<16>;
     const BLOCK_BYTES: usize = 210;
+    const HEAD_DWORDS: &[usize] = &[48];
     const SHIFT: u32 = 5;
 
     const PARTS: usize = 8;
@@ -548,6 +626,17 @@ unsafe impl Format for Q6K {
             out.emit(0, 32 * n + 8 * field + c, v.and(low4).or(top.shl(4 - 2 * field).and(bits45)));
             let high = if field == 0 { top } else { top.shr(2) };
             out.emit(1, 32 * n + 8 * field + 16 + c, v.shr(4).and(low4).or(high.and(bits45)));
+        }
+    }
+    #[inline(always)]
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
+        // SAFETY: by contract.
+        unsafe {
+            let (n, field) = (I / 4, I % 4);
+            let low = V::bytes(block.add(64 * n + 32 * (field % 2))).shr(4 * (field / 2)).and(V::splat(LOW4));
+            let top = V::bytes(block.add(128 + 32 * n));
+            let top = [top.shl(4), top.shl(2), top, top.shr(2)][field];
+            low.or(top.and(V::splat(0x3030_3030)))
         }
     }
     #[inline(always)]
@@ -581,6 +670,7 @@ unsafe impl Format for Q2K {
     type Block = Q2KBlock;
     type Family = ByteSuper<16>;
     const BLOCK_BYTES: usize = 84;
+    const HEAD_DWORDS: &[usize] = &[0, 17];
     const MIN: bool = true;
 
     const PARTS: usize = 8;
@@ -600,6 +690,11 @@ unsafe impl Format for Q2K {
                 out.emit(i, 32 * n + 8 * field + c, v.shr(2 * field).and(V::splat(0x0303_0303)));
             }
         }
+    }
+    #[inline(always)]
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
+        // SAFETY: by contract.
+        unsafe { V::bytes(block.add(16 + 32 * (I / 4))).shr(2 * (I % 4)).and(V::splat(0x0303_0303)) }
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
@@ -633,6 +728,7 @@ unsafe impl Format for Q3K {
     type Block = Q3KBlock;
     type Family = ByteSuper<16>;
     const BLOCK_BYTES: usize = 110;
+    const HEAD_DWORDS: &[usize] = &[23];
     const SHIFT: u32 = 2;
 
     const PARTS: usize = 8;
@@ -654,6 +750,15 @@ unsafe impl Format for Q3K {
                 let third = if s < 2 { top.shl(2 - s) } else { top.shr(s - 2) };
                 out.emit(i, 32 * n + 8 * field + c, v.shr(2 * field).and(low2).or(third.and(bit2)));
             }
+        }
+    }
+    #[inline(always)]
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
+        // SAFETY: by contract.
+        unsafe {
+            let low = V::bytes(block.add(32 + 32 * (I / 4))).shr(2 * (I % 4)).and(V::splat(0x0303_0303));
+            let top = V::bytes(block);
+            low.or(if I < 2 { top.shl(2 - I) } else { top.shr(I - 2) }.and(V::splat(0x0404_0404)))
         }
     }
     #[inline(always)]
@@ -688,6 +793,7 @@ unsafe impl Format for Iq4Xs {
     type Block = Iq4XsBlock;
     type Family = WordSuper;
     const BLOCK_BYTES: usize = 136;
+    const HEAD_DWORDS: &[usize] = &[0];
 
     const PARTS: usize = 8;
 
@@ -698,6 +804,11 @@ unsafe impl Format for Iq4Xs {
             out.emit(0, 8 * PART + c, v.and(V::splat(LOW4)).lookup(&IQ4_VALUES));
             out.emit(0, 8 * PART + c + 4, v.shr(4).and(V::splat(LOW4)).lookup(&IQ4_VALUES));
         }
+    }
+    #[inline(always)]
+    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
+        // SAFETY: by contract.
+        unsafe { V::nibbles(block.add(8 + 16 * I)).lookup(&IQ4_VALUES) }
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {

@@ -31,6 +31,7 @@ pub mod formats;
 pub mod lanes;
 pub mod pack;
 pub mod portable;
+pub mod rowwise;
 
 use activations::{ByteActs, CHUNK, Codes, Family, Layout, SuperActs, WordActs};
 use float::{FloatActs, FloatFormat, FloatTile, decode_columns, decode_tile, pack_columns};
@@ -106,6 +107,21 @@ pub trait Isa: Copy + Send + Sync + 'static {
         _: &mut [[f32; ROWS]],
     ) {
         unreachable!("FUSED is 0")
+    }
+
+    /// Whether raw rows can be taken one after the other, as they lie.
+    const ROWWISE: bool = false;
+    /// `out[group][token][row] = ` product of the row groups with the tokens, whose activations are `acts[chunk]`.
+    fn rowwise<'s, F: Format>(
+        self,
+        _: RawRows<'_>,
+        _: Range<usize>,
+        _cols: usize,
+        _acts: &[<F::Family as Family>::Acts],
+        _tokens: usize,
+        _: &'s mut Scratch,
+    ) -> &'s mut [[f32; ROWS]] {
+        unreachable!("ROWWISE is false")
     }
 
     #[inline(always)]
@@ -267,6 +283,7 @@ pub struct Scratch {
     pub decoded: FloatTile,
     /// One chunk of raw weights, interleaved.
     pub packed: [Chunk; STREAMS],
+    pub rowwise: rowwise::Room,
     /// `[group][token][row]`
     pub out: [[f32; ROWS]; MAX_BLOCK],
 }

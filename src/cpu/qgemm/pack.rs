@@ -19,6 +19,26 @@ impl<'a> RawRows<'a> {
     }
 }
 
+/// Bytes of the field that fits no dword: the head, or the tail.
+const fn narrow<F: Format>() -> usize {
+    if F::HEAD > 0 { F::HEAD } else { F::BLOCK_BYTES % 4 }
+}
+
+/// The planes of a packed block, the narrow one, and where in a GGUF block the narrow field lies.
+#[inline(always)]
+pub fn planes_of<F: Format>(block: &mut F::Block) -> (&mut [[u32; ROWS]], &mut [u8], usize) {
+    let dwords = (F::BLOCK_BYTES - F::HEAD) / 4;
+    let planes = std::ptr::from_mut(block).cast::<[u32; ROWS]>();
+    // SAFETY: by `Format`'s contract a block is `dwords` planes and a narrow one, all plain data.
+    unsafe {
+        (
+            std::slice::from_raw_parts_mut(planes, dwords),
+            std::slice::from_raw_parts_mut(planes.add(dwords).cast::<u8>(), narrow::<F>() * ROWS),
+            if F::HEAD > 0 { 0 } else { F::BLOCK_BYTES / 4 * 4 },
+        )
+    }
+}
+
 /// Packs blocks `first ..first + out.len()` of the rows `16 group ..+16`; rows past the end become zeros.
 ///
 /// Naively: for each row and dword, `planes[dword][row] = dword`. For borrowed weights this is on the way of every product, so squares of dwords are
@@ -32,22 +52,11 @@ pub fn pack_blocks<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, fi
         assert!(F::BLOCK_BYTES - F::HEAD >= 16);
     }
     let rows = ROWS.min(raw.rows - ROWS * group);
-    let (bytes, dwords) = (F::BLOCK_BYTES, (F::BLOCK_BYTES - F::HEAD) / 4);
-    let (narrow, narrow_at) = match F::HEAD {
-        0 => (F::BLOCK_BYTES % 4, F::BLOCK_BYTES / 4 * 4),
-        head => (head, 0),
-    };
+    let (bytes, dwords, narrow) = (F::BLOCK_BYTES, (F::BLOCK_BYTES - F::HEAD) / 4, narrow::<F>());
     let (stride, count) = (raw.row_bytes, out.len());
     let squares = dwords.div_ceil(4);
     for (i, block) in out.iter_mut().enumerate() {
-        // SAFETY: by `Format`'s contract a block is `dwords` planes and a narrow one, all plain data.
-        let (planes, odd) = unsafe {
-            let planes = (block as *mut F::Block).cast::<[u32; ROWS]>();
-            (
-                std::slice::from_raw_parts_mut(planes, dwords),
-                std::slice::from_raw_parts_mut(planes.add(dwords).cast::<u8>(), narrow * ROWS),
-            )
-        };
+        let (planes, odd, narrow_at) = planes_of::<F>(block);
         let at = |r: usize| &raw.data[(ROWS * group + r) * stride + (first + i) * bytes..][..bytes];
         if rows == ROWS {
             let (base, _last) = (at(0).as_ptr(), at(ROWS - 1));
