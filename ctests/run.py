@@ -6,6 +6,7 @@
     python3 ctests/run.py check            formatting, lints, header, exported symbols, static link line, CUDA kernels through NVRTC
     python3 ctests/run.py sanitize         the C tests under AddressSanitizer, the threaded ones under ThreadSanitizer, the thread pool under loom
     python3 ctests/run.py fuzz [SECONDS]   every fuzz target for a bounded time (default 20 s each)
+    python3 ctests/run.py avx512           the AVX-512 kernels against the AVX2 ones, bit by bit, on a CPU that Bochs emulates (Debian; some minutes)
     python3 ctests/run.py bench [ARGS...]  the GGUF projection beside its peers; `bench mla`: the FP8 MLA kernels beside PyTorch; each checks its answers
     python3 ctests/run.py gpu-check        a folder that tests and times every CUDA kernel on a machine with an NVIDIA driver; run here if there is one
 
@@ -405,6 +406,10 @@ def fuzz(seconds="20"):
     return report.end()
 
 
+def avx512():
+    return subprocess.run([sys.executable, CTESTS / "bochs/run.py"]).returncode
+
+
 def bench(*args):
     return subprocess.run([sys.executable, CTESTS / "bench/run.py", *args]).returncode
 
@@ -424,7 +429,7 @@ def gpu_check():
 
 
 def main():
-    commands = {"demo": demo, "test": test, "check": check, "sanitize": sanitize, "fuzz": fuzz, "bench": bench, "gpu-check": gpu_check}
+    commands = {"demo": demo, "test": test, "check": check, "sanitize": sanitize, "fuzz": fuzz, "avx512": avx512, "bench": bench, "gpu-check": gpu_check}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.exit(__doc__)
     takes_arguments = sys.argv[1] in ("demo", "fuzz", "bench")

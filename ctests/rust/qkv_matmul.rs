@@ -13,14 +13,22 @@ use isa::context;
 use pagedkv::abi::collection::pkv_collection_options;
 use pagedkv::abi::qkv::pkv_qkv_matmul_gguf_params;
 use pagedkv::abi::weight::*;
-use pagedkv::cpu::isa::Level;
+use pagedkv::cpu::isa::{Isa, Level};
 use pagedkv::dtype::DType;
 use pagedkv::gguf::{FORMATS, Format, decode_row};
 
-const FAST: [Level; 3] = [Level::Scalar, Level::Avx2, Level::Avx512];
 const HEAD: usize = 7;
 const LAYERS: usize = 3;
 const LAYER: usize = 1;
+
+/// The fast paths that this CPU has.
+fn fast() -> impl Iterator<Item = Level> {
+    [Level::Scalar, Level::Avx2, Level::Avx512].into_iter().filter(|&level| has(level))
+}
+
+fn has(level: Level) -> bool {
+    Isa::at_most(level).level() == level
+}
 
 struct Weights {
     formats: [&'static Format; 3],
@@ -168,7 +176,7 @@ fn every_encoding_is_right_and_the_same_however_it_is_cut() {
             let x = activations([DType::F32, DType::F16, DType::BF16][tokens % 3], tokens, w.cols);
             let f = x.to_f32();
             let ideal = [0, 1, 2].map(|i| w.exact(&f, i));
-            for level in FAST {
+            for level in fast() {
                 let contexts = [1, 2].map(|threads| context(level, threads));
                 for compute in [0, 1] {
                     let base = w.run(&contexts[0], &x, compute, PKV_WEIGHT_PACK);
@@ -209,13 +217,58 @@ fn every_encoding_is_right_and_the_same_however_it_is_cut() {
     }
 }
 
+/// Where the CPU has AVX-512, or in an emulator that has it (`python3 ctests/run.py avx512`), where the variable says that it must be there.
+#[test]
+fn avx512_has_the_bits_of_avx2() {
+    let wide = has(Level::Avx512);
+    let wanted = std::env::var_os("PAGEDKV_TEST_AVX512").is_some();
+    assert!(wide || !wanted, "this CPU has no AVX-512 VNNI");
+    if !wide {
+        return;
+    }
+    let contexts = [Level::Avx512, Level::Avx2].map(|level| context(level, 1));
+    let (mut compared, mut against_exact) = (0, 0);
+    for format in FORMATS {
+        for (i, tokens) in (1..=17).chain([36]).enumerate() {
+            let head = [1, 65, 7, 63, 16][i % 5];
+            let blocks = [1, 3, 2, 8, 1, 9, 5][i % 7].min(if format.block_elements == 256 { 3 } else { 9 });
+            let w = Weights::mixed([format; 3], head, head * (1 + i % 2), format.block_elements.max(32) * blocks);
+            let x = activations([DType::F32, DType::F16, DType::BF16][i % 3], tokens, w.cols);
+            // Every combination where an emulator has time for it.
+            let calls = [(0, PKV_WEIGHT_PACK), (0, 0), (1, PKV_WEIGHT_PACK), (1, 0)].into_iter().enumerate();
+            for (_, (compute, flags)) in calls.filter(|(call, _)| tokens <= 4 || call % 3 == i % 3) {
+                let [have, want] = contexts.each_ref().map(|ctx| w.run(ctx, &x, compute, flags));
+                let call = format!("{} {head} x {} M {tokens} {compute} {flags}", format.name, w.cols);
+                for (i, (have, want)) in have.iter().zip(&want).enumerate() {
+                    assert_eq!(bits(have), bits(want), "{call}");
+                    compared += have.len();
+                    if tokens <= 5 && flags == 0 {
+                        let (exact, bound) = w.exact(&x.to_f32(), i);
+                        let bound = if compute == 1 || format.activation_block == 0 { 1e-5 } else { bound };
+                        // A handful of numbers may lie further off than whole matrices do.
+                        let error = off(have, &exact);
+                        assert!(error <= 3.0 * bound, "{call}: {error:e}, bound {bound:e}");
+                        against_exact += have.len();
+                    }
+                }
+            }
+        }
+        if wanted {
+            println!(
+                "{}: {compared} numbers have the bits of AVX2, {against_exact} are near the exact ones",
+                format.name
+            );
+        }
+    }
+}
+
 #[test]
 fn each_weight_has_its_own_encoding_and_row_stride() {
     let x = activations(DType::F32, 3, 256);
     for first in 0..FORMATS.len() {
         let formats = [0, 5, 9].map(|i| &FORMATS[(first + i) % FORMATS.len()]);
         let weights = Weights { gaps: [5, 0, 64], ..Weights::mixed(formats, HEAD, 21, 256) };
-        for level in FAST {
+        for level in fast() {
             let ctx = context(level, 1);
             for (compute, flags) in [(0, 0), (0, PKV_WEIGHT_PACK), (1, 0), (1, PKV_WEIGHT_PACK)] {
                 let have = weights.run(&ctx, &x, compute, flags);
@@ -240,7 +293,7 @@ fn a_narrow_matrix_has_the_bits_of_a_wide_one() {
         let cols = format.block_elements.max(32);
         let x = activations(DType::F32, 17, cols);
         let wide = Weights::mixed([format; 3], WIDE, WIDE, cols);
-        for level in FAST {
+        for level in fast() {
             let ctx = context(level, 1);
             for (compute, flags) in [(0, 0), (0, PKV_WEIGHT_PACK), (1, 0), (1, PKV_WEIGHT_PACK)] {
                 let all = wide.run(&ctx, &x, compute, flags);
@@ -266,7 +319,7 @@ fn a_row_of_nan_or_infinities_leaves_the_others_alone() {
     for format in FORMATS {
         let w = Weights::new(format, 21, 512);
         let x = activations(DType::F32, 6, 512);
-        for level in FAST {
+        for level in fast() {
             let ctx = context(level, 1);
             for compute in [0, 1] {
                 let clean = w.run(&ctx, &x, compute, PKV_WEIGHT_PACK);

@@ -36,6 +36,12 @@ pub struct Avx2(());
 #[derive(Clone, Copy, Debug)]
 pub struct Avx512(());
 
+impl Avx512 {
+    pub fn avx2(self) -> Avx2 {
+        Avx2(())
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 pub struct Isa {
     level: Level,

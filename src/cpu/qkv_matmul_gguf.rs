@@ -2,7 +2,7 @@
 //! tile going straight to the output or the pages.
 
 use super::cache_row;
-use super::isa::{Avx2, Level};
+use super::isa::{Avx2, Avx512, Level};
 use super::qgemm::activations::{ByteBlocks, ByteSuper, CHUNK, Family, Layout, WordBlocks, WordSuper};
 use super::qgemm::float::FloatFormat;
 use super::qgemm::formats::Format;
@@ -31,7 +31,9 @@ pub static IMPLS: &[Impl<QkvMatmulGguf>] = &[
         run: |ctx, args, arena, _: Stream| {
             let scratch = Scratch::carve(ctx, args, arena);
             #[cfg(target_arch = "x86_64")]
-            if let Some(avx2) = ctx.isa.avx2() {
+            if let Some(avx512) = ctx.isa.avx512() {
+                return run::<Avx512>(ctx, avx512, args, &scratch);
+            } else if let Some(avx2) = ctx.isa.avx2() {
                 return run::<Avx2>(ctx, avx2, args, &scratch);
             }
             debug_assert_eq!(ctx.isa.level(), Level::Scalar);
@@ -123,12 +125,12 @@ fn run<I: Isa>(ctx: &Context, isa: I, a: &Args<'_>, scratch: &Scratch) -> Result
     let needed = projections.map(|p| layout(a, p));
     let layouts: Vec<Layout> = Layout::ALL.into_iter().filter(|l| needed.contains(l)).collect();
     let groups = count.div_ceil(TOKENS);
-    let hidden = Hidden(a.hidden_state);
+    let (hidden, narrow) = (Hidden(a.hidden_state), isa.narrow());
     let quantise = |i: usize| {
         let (layout, g) = (layouts[i / groups], i % groups);
         let tokens = Tokens::new(count, cols, layout.bytes());
-        isa.enter(MakeActs {
-            isa,
+        narrow.enter(MakeActs {
+            isa: narrow,
             layout,
             tokens,
             cols,
@@ -287,7 +289,8 @@ impl<'a, I: Isa> Task<'a, I> {
         for (group, tile) in groups.zip(out.chunks_exact_mut(tokens.len())) {
             let rows = self.projection.weight.rows;
             let (tokens, sink, slots) = (tokens.clone(), self.sink, self.slots);
-            self.isa.enter(Finish { isa: self.isa, bias, group, rows, tokens, tile, sink, slots });
+            let isa = self.isa.narrow();
+            isa.enter(Finish { isa, bias, group, rows, tokens, tile, sink, slots });
         }
     }
 }

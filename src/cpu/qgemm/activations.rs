@@ -203,7 +203,7 @@ fn total(s: [i16; 2]) -> f32 {
 fn put_words<V: Lanes>(codes: &Codes, t: usize, out: &mut WordActs) {
     for (q, out) in codes.q.iter().zip(out.q.chunks_exact_mut(32)) {
         let (mut even, mut odd) = ([0; 16], [0; 16]);
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             let v = V::load(q, h);
             v.even_bytes_i16().store(&mut even, h);
             v.odd_bytes_i16().store(&mut odd, h);

@@ -118,6 +118,7 @@ impl RowBits for V {
 
 impl Lanes for V {
     type F = __m256;
+    const HALVES: usize = 2;
 
     #[inline(always)]
     fn store(self, plane: &mut [u32; 16], h: usize) {
@@ -619,7 +620,7 @@ impl<const NT: usize> Emit<Pair> for AddWords<'_, NT> {
 
 /// The same reference, without the compiler knowing: what is read through it is not hoisted out of the loop around and spilled.
 #[inline(always)]
-fn opaque<T>(x: &T) -> &T {
+pub fn opaque<T>(x: &T) -> &T {
     let mut p: *const T = x;
     // SAFETY: nothing happens to the pointer.
     unsafe {
@@ -941,6 +942,12 @@ macro_rules! fused {
 
 impl Isa for Avx2 {
     type V = V;
+    type Narrow = Self;
+
+    #[inline(always)]
+    fn narrow(self) -> Self {
+        self
+    }
 
     #[inline(always)]
     fn enter(self, work: impl Work) {

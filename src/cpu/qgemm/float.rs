@@ -34,7 +34,7 @@ impl FloatActs {
 #[inline(always)]
 pub fn decode_tile<V: Lanes, F: Format>(tile: &Tile, steps: usize, out: &mut FloatTile) {
     let sub = <F::Family as Family>::SUB_STEPS;
-    for h in 0..2 {
+    for h in 0..V::HALVES {
         for step in 0..steps {
             let s = &tile.scales;
             let (scale, min) = match step.checked_div(sub) {
@@ -129,7 +129,7 @@ pub fn pack_columns<F: FloatFormat>(raw: RawRows<'_>, group: usize, first: usize
 #[inline(always)]
 pub fn decode_columns<I: Isa, F: FloatFormat>(_isa: I, planes: &[[F::Element; 16]], tile: &mut FloatTile) {
     for (w, plane) in tile.w.iter_mut().zip(planes) {
-        for h in 0..2 {
+        for h in 0..I::V::HALVES {
             <I::V as Lanes>::store_f32(F::decode::<I::V>(plane, h), w, h);
         }
     }

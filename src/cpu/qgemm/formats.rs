@@ -91,7 +91,7 @@ pub unsafe trait Format: 'static {
     fn sub(part: usize, i: usize) -> usize {
         Self::SUBS * part + i
     }
-    /// Takes part `PART` apart, for rows `8 h ..+8`.
+    /// Takes part `PART` apart, for the rows that `h` stands for (see `lanes`).
     fn part<V: Bits, const PART: usize>(block: &Self::Block, h: usize, out: &mut impl Emit<V>);
     /// Fills the scales; `slot` is which 32 of the 256 columns (always 0 for super-blocks).
     fn scales<V: Lanes>(block: &Self::Block, slot: usize, out: &mut Scales);
@@ -109,7 +109,7 @@ pub unsafe trait Format: 'static {
 /// Fills the tile from a block.
 #[inline(always)]
 pub fn unpack<V: Lanes, F: Format>(block: &F::Block, slot: usize, tile: &mut Tile) {
-    for h in 0..2 {
+    for h in 0..V::HALVES {
         unpack_part::<V, F, 0>(block, slot, h, tile);
         unpack_part::<V, F, 1>(block, slot, h, tile);
         unpack_part::<V, F, 2>(block, slot, h, tile);
@@ -205,7 +205,7 @@ unsafe impl Format for Q4_0 {
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             V::store_f32(V::load_f16(&b.d, h), &mut out.scale[slot], h);
         }
     }
@@ -242,7 +242,7 @@ unsafe impl Format for Q4_1 {
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             let dm = V::load(&b.dm, h);
             V::store_f32(dm.low_f16(), &mut out.scale[slot], h);
             V::store_f32(dm.high_f16(), &mut out.min[slot], h);
@@ -305,7 +305,7 @@ unsafe impl Format for Q5_0 {
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             V::store_f32(V::load_f16(&b.d, h), &mut out.scale[slot], h);
         }
     }
@@ -345,7 +345,7 @@ unsafe impl Format for Q5_1 {
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             let dm = V::load(&b.dm, h);
             V::store_f32(dm.low_f16(), &mut out.scale[slot], h);
             let min = V::mul_add(dm.low_f16(), V::splat_f32(16.0), dm.high_f16());
@@ -379,7 +379,7 @@ unsafe impl Format for Q8_0 {
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             V::store_f32(V::load_f16(&b.d, h), &mut out.scale[slot], h);
         }
     }
@@ -410,7 +410,7 @@ unsafe impl Format for Iq4Nl {
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             V::store_f32(V::load_f16(&b.d, h), &mut out.scale[slot], h);
         }
     }
@@ -450,7 +450,7 @@ unsafe impl Format for Mxfp4 {
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             V::store_f32(V::load_e8m0_halved(&b.e, h), &mut out.scale[slot], h);
         }
     }
@@ -502,7 +502,7 @@ unsafe impl Format for Q4K {
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             let d = V::load(&b.d, h);
             V::store_f32(d.low_f16(), &mut out.scale[0], h);
             V::store_f32(V::mul(d.high_f16(), V::splat_f32(-1.0)), &mut out.min[0], h);
@@ -567,7 +567,7 @@ unsafe impl Format for Q5K {
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             let d = V::load(&b.d, h);
             V::store_f32(d.low_f16(), &mut out.scale[0], h);
             V::store_f32(V::mul(d.high_f16(), V::splat_f32(-1.0)), &mut out.min[0], h);
@@ -641,7 +641,7 @@ unsafe impl Format for Q6K {
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             store_sub_scales(each!([0, 1, 2, 3] i => V::load(&b.scales[i], h)), h, out);
             V::store_f32(V::load_f16(&b.d, h), &mut out.scale[0], h);
         }
@@ -698,7 +698,7 @@ unsafe impl Format for Q2K {
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             let d = V::load(&b.d, h);
             V::store_f32(d.low_f16(), &mut out.scale[0], h);
             V::store_f32(V::mul(d.high_f16(), V::splat_f32(-1.0)), &mut out.min[0], h);
@@ -763,7 +763,7 @@ unsafe impl Format for Q3K {
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             // Scale i: four low bits in nibble i of the first two dwords, two high bits in the third.
             let [a, b2, t] = each!([0, 1, 2] i => V::load(&b.scales[i], h));
             let (low4, bits45) = (V::splat(LOW4), V::splat(0x3030_3030));
@@ -812,7 +812,7 @@ unsafe impl Format for Iq4Xs {
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
-        for h in 0..2 {
+        for h in 0..V::HALVES {
             let (dh, low) = (V::load(&b.d, h), V::load(&b.scales_l, h));
             let d = dh.low_f16();
             let minus_32d = V::mul(d, V::splat_f32(-32.0));

@@ -1,6 +1,6 @@
-//! Eight 32-bit lanes, one weight row a lane: all that the unpackers in `formats` need from an instruction set.
+//! Eight or sixteen 32-bit lanes, one weight row a lane: all that the unpackers in `formats` need from an instruction set.
 //!
-//! A *plane* is `[u32; 16]`: the same dword of sixteen rows. `h` picks the half that a vector covers.
+//! A *plane* is `[u32; 16]`: the same dword of sixteen rows. `h` picks the half that a vector of eight lanes covers; it is of no account to sixteen.
 
 use half::f16;
 
@@ -20,6 +20,8 @@ pub trait Bits: Copy {
 pub trait Lanes: Bits {
     /// The same lanes as `f32`.
     type F: Copy;
+    /// How many of its vectors cover a plane.
+    const HALVES: usize;
 
     fn store(self, plane: &mut [u32; 16], h: usize);
     /// Byte-wise difference, wrapping.
@@ -98,6 +100,7 @@ impl Bits for Plain {
 
 impl Lanes for Plain {
     type F = [f32; 8];
+    const HALVES: usize = 2;
 
     #[inline(always)]
     fn store(self, plane: &mut [u32; 16], h: usize) {

@@ -26,6 +26,8 @@ macro_rules! each {
 pub mod activations;
 #[cfg(target_arch = "x86_64")]
 pub mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub mod avx512;
 pub mod float;
 pub mod formats;
 pub mod lanes;
@@ -38,6 +40,7 @@ use float::{FloatActs, FloatFormat, FloatTile, decode_columns, decode_tile, pack
 use formats::{Format, Scales, Tile};
 use lanes::Lanes;
 use pack::{RawRows, blocks_per_row, pack_blocks};
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Tokens that the tile kernels take together.
@@ -54,6 +57,9 @@ pub trait Work {
 /// An instruction set, as a value that proves it is there.
 pub trait Isa: Copy + Send + Sync + 'static {
     type V: Lanes;
+    /// An instruction set that this one includes, or itself: for all that wider vectors would gain little, so that it is compiled once for both.
+    type Narrow: Isa;
+    fn narrow(self) -> Self::Narrow;
 
     /// Runs work compiled for this instruction set.
     fn enter(self, work: impl Work);
@@ -77,6 +83,13 @@ pub trait Isa: Copy + Send + Sync + 'static {
     fn word_blocks(self, tile: &Tile, acts: &WordActs, tokens: usize, blocks: usize, out: &mut [[f32; ROWS]]);
 
     fn float(self, tile: &FloatTile, acts: &FloatActs, tokens: usize, cols: usize, out: &mut [[f32; ROWS]]);
+    /// The same for any number of tokens.
+    #[inline(always)]
+    fn floats(self, tile: &FloatTile, acts: &[FloatActs], cols: usize, out: &mut [[f32; ROWS]]) {
+        for (acts, out) in acts.iter().zip(out.chunks_mut(TOKENS)) {
+            self.float(tile, acts, out.len(), cols, out);
+        }
+    }
 
     /// Up to so many tokens, blocks are unpacked in registers, without the detour through a tile.
     const FUSED: usize = 0;
@@ -335,7 +348,8 @@ fn stream<'a, I: Isa, F: Format>(
             Stream { blocks, next: blocks.as_ptr().wrapping_add(ahead) }
         }
         Source::Raw(raw) => {
-            pack_blocks::<_, F>(isa, raw, group, first, scratch);
+            let narrow = isa.narrow();
+            narrow.enter(Pack::<I::Narrow, F> { isa: narrow, raw, group, first, blocks: &mut *scratch });
             Stream { blocks: scratch, next: scratch.as_ptr() }
         }
     }
@@ -399,6 +413,25 @@ pub fn prefetch<I: Isa, T>(isa: I, value: *const T, part: usize, parts: usize) {
     }
 }
 
+/// Blocks of one row group to floats.
+struct Decode<'a, I, F: Format> {
+    blocks: &'a [F::Block],
+    tile: &'a mut Tile,
+    cols: usize,
+    decoded: &'a mut FloatTile,
+    isa: PhantomData<I>,
+}
+
+impl<I: Isa, F: Format> Work for Decode<'_, I, F> {
+    #[inline(always)]
+    fn run(self) {
+        for (slot, block) in self.blocks.iter().enumerate() {
+            formats::unpack::<I::V, F>(block, slot, self.tile);
+        }
+        decode_tile::<I::V, F>(self.tile, self.cols / 4, self.decoded);
+    }
+}
+
 /// The same with weights decoded to f32, one row group.
 #[inline(always)]
 pub fn row_group_decoded<'s, I: Isa, F: Format>(
@@ -419,14 +452,9 @@ pub fn row_group_decoded<'s, I: Isa, F: Format>(
         let first = chunk * per_chunk;
         let count = per_chunk.min(nb - first);
         let s = stream::<I, F>(isa, source, group, nb, first, 0, packed[0].of(count));
-        for (slot, block) in s.blocks.iter().enumerate() {
-            formats::unpack::<I::V, F>(block, slot, tile);
-        }
         let cols = count * <F::Family as Family>::ELEMENTS;
-        decode_tile::<I::V, F>(tile, cols / 4, decoded);
-        for (acts, out) in acts.iter().zip(out.chunks_mut(TOKENS)) {
-            isa.float(decoded, acts, out.len(), cols, out);
-        }
+        isa.narrow().enter(Decode::<I::Narrow, F> { blocks: s.blocks, tile, cols, decoded, isa: PhantomData });
+        isa.floats(decoded, acts, cols, out);
     }
     out
 }
@@ -463,9 +491,7 @@ pub fn row_group_float<'s, I: Isa, F: FloatFormat>(
             }
         };
         decode_columns::<I, F>(isa, planes, decoded);
-        for (acts, out) in acts.iter().zip(out.chunks_mut(TOKENS)) {
-            isa.float(decoded, acts, out.len(), count, out);
-        }
+        isa.floats(decoded, acts, count, out);
     }
     out
 }
@@ -528,13 +554,14 @@ struct Pack<'a, I, F: Format> {
     isa: I,
     raw: RawRows<'a>,
     group: usize,
+    first: usize,
     blocks: &'a mut [F::Block],
 }
 
 impl<I: Isa, F: Format> Work for Pack<'_, I, F> {
     #[inline(always)]
     fn run(self) {
-        pack_blocks::<I, F>(self.isa, self.raw, self.group, 0, self.blocks);
+        pack_blocks::<I, F>(self.isa, self.raw, self.group, self.first, self.blocks);
     }
 }
 
@@ -546,7 +573,7 @@ pub fn pack_group<I: Isa>(isa: I, format: i32, raw: RawRows<'_>, cols: usize, gr
         assert_eq!(out.len(), count * size_of::<<F as Format>::Block>());
         // SAFETY: aligned (groups are whole dwords) and as long as asserted; any bytes are a valid block.
         let blocks = unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), count) };
-        isa.enter(Pack::<I, F> { isa, raw, group, blocks });
+        isa.enter(Pack::<I, F> { isa, raw, group, first: 0, blocks });
     }, G => {
         assert_eq!(out.len(), cols * size_of::<[<G as FloatFormat>::Element; ROWS]>());
         // SAFETY: as above.

@@ -29,6 +29,11 @@ fn pair_sum(v: u32) -> i32 {
 
 impl Isa for Portable {
     type V = Plain;
+    type Narrow = Self;
+
+    fn narrow(self) -> Self {
+        self
+    }
 
     #[inline(never)]
     fn enter(self, work: impl Work) {
