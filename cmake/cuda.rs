@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Beside the machine code, PTX of the lowest for cards that are not listed.
+/// Beside the machine code, PTX of the lowest for cards that are not listed. A file `*_sm90.cu` is for 90a alone.
 const ARCHS: [&str; 5] = ["80", "89", "90a", "100a", "120a"];
 
 pub fn embed_kernels() {
@@ -27,12 +27,18 @@ pub fn embed_kernels() {
         match path.extension().and_then(|e| e.to_str()) {
             Some("cuh") => writeln!(headers, "    ({name:?}, include_str!({path:?})),").expect("to a string"),
             Some("cu") => {
-                let image = match fatbin.then(|| compile(&root, &path, &out)) {
+                let only = name.ends_with("_sm90.cu").then_some("90a");
+                let image = match fatbin.then(|| compile(&root, &path, &out, only)).flatten() {
                     Some(image) => format!("Some(include_bytes!({image:?}))"),
                     None => "None".to_owned(),
                 };
-                writeln!(sources, "    Source {{ file: {name:?}, text: include_str!({path:?}), fatbin: {image} }},")
-                    .expect("to a string");
+                let only = only.map(|arch| format!("sm_{arch}"));
+                let text = format!("include_str!({path:?})");
+                writeln!(
+                    sources,
+                    "    Source {{ file: {name:?}, text: {text}, fatbin: {image}, only: {only:?} }},"
+                )
+                .expect("to a string");
             }
             _ => {}
         }
@@ -53,18 +59,26 @@ fn files_of(directory: &Path) -> Vec<PathBuf> {
     files
 }
 
-fn compile(root: &Path, source: &Path, out: &Path) -> PathBuf {
+/// Nothing where the file is for an architecture that is not built for.
+fn compile(root: &Path, source: &Path, out: &Path, only: Option<&str>) -> Option<PathBuf> {
     println!("cargo::rerun-if-env-changed=CUDA_HOME");
     println!("cargo::rerun-if-env-changed=PAGEDKV_CUDA_ARCHS");
     let chosen = env::var("PAGEDKV_CUDA_ARCHS").unwrap_or_default();
-    let archs: Vec<&str> = if chosen.is_empty() { ARCHS.to_vec() } else { chosen.split_whitespace().collect() };
+    let mut archs: Vec<&str> = if chosen.is_empty() { ARCHS.to_vec() } else { chosen.split_whitespace().collect() };
+    archs.retain(|arch| only.is_none_or(|only| only == *arch));
+    if archs.is_empty() {
+        return None;
+    }
     let nvcc = env::var_os("CUDA_HOME").map_or_else(|| PathBuf::from("nvcc"), |home| Path::new(&home).join("bin/nvcc"));
     let image = out.join(source.with_extension("fatbin").file_name().expect("a file"));
     let mut command = Command::new(&nvcc);
     command.args(["-std=c++17", "--fmad=false", "--compress-mode=size", "--threads=0", "-fatbin", "-o"]).arg(&image);
-    command.arg("-I").arg(root).arg(format!("-gencode=arch=compute_{0},code=compute_{0}", ARCHS[0]));
+    command.arg("-I").arg(root);
+    if only.is_none() {
+        command.arg(format!("-gencode=arch=compute_{0},code=compute_{0}", ARCHS[0]));
+    }
     command.args(archs.iter().map(|arch| format!("-gencode=arch=compute_{arch},code=sm_{arch}"))).arg(source);
     let status = command.status().unwrap_or_else(|e| panic!("feature cuda-fatbin: cannot run {}: {e}", nvcc.display()));
     assert!(status.success(), "feature cuda-fatbin: {command:?} failed");
-    image
+    Some(image)
 }

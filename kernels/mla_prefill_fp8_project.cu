@@ -9,9 +9,8 @@
 //     what fp8 accumulation loses (see device/mma.cuh) stays within a group. T = float takes the exact products;
 //   * the finished tile goes through shared memory, so that rows leave in 16-byte pieces, each to its head's K or V.
 #include "device/mma.cuh"
-#include "device/vector.cuh"
 #include "device/warp.cuh"
-#include "mla_prefill_fp8.cuh"
+#include "mla_prefill_fp8_project.cuh"
 
 namespace project {
 constexpr u32 ROWS = 128, FEATURES = 128, THREADS = 256, STAGES = 3;
@@ -62,43 +61,6 @@ PKV_DEVICE void load_stage(const MlaPrefillProjectParams &p, u8 *stage, u64 firs
     if (threadIdx.x < ROWS / 4) { // scale_stride covers whole tiles
         cp_async_16(stage + SCALES + threadIdx.x * 16,
                     p.scales + i64(group) * p.scale_stride + i64(first_row) + threadIdx.x * 4, true);
-    }
-}
-
-// Features past the head's own K (or V) columns that its last column's thread fills with zeros.
-template <class T> PKV_DEVICE void store_element(const MlaPrefillProjectParams &p, u64 row, u32 feature, T x) {
-    const u32 width = p.nope + p.value_width, head = feature / width, c = feature - head * width;
-    if (head < p.first_head || head >= p.first_head + p.heads) return;
-    const bool key = c < p.nope;
-    const u32 column = key ? c : c - p.nope, used = key ? p.nope : p.value_width;
-    const u32 stride = key ? p.key_stride : p.value_stride;
-    T *to = static_cast<T *>(key ? p.keys : p.values) + (i64(head - p.first_head) * i64(p.rows) + i64(row)) * stride;
-    to[column] = x;
-    if (column + 1 == used)
-        for (u32 i = used; i < stride; i++) to[i] = T{};
-}
-
-template <class T>
-PKV_DEVICE void store_tile(const MlaPrefillProjectParams &p, const T *tile, u64 first_row, u32 first_feature) {
-    using namespace project;
-    constexpr u32 N = Pack<T>::size, PIECES = FEATURES / N;
-    const u32 width = p.nope + p.value_width;
-    const bool whole = p.nope % COLUMN_PAD == 0 && p.value_width % COLUMN_PAD == 0;
-    for (u32 i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
-        const u32 r = i / PIECES, c = i % PIECES * N, feature = first_feature + c;
-        const u64 row = first_row + r;
-        if (row >= p.rows || feature >= p.features) continue;
-        const T *from = tile + r * TILE_STRIDE + c;
-        if (!whole) {
-            for (u32 j = 0; j < N && feature + j < p.features; j++) store_element(p, row, feature + j, from[j]);
-            continue;
-        }
-        const u32 head = feature / width, column = feature - head * width;
-        if (head < p.first_head || head >= p.first_head + p.heads) continue;
-        const i64 at = i64(head - p.first_head) * i64(p.rows) + i64(row);
-        T *to = column < p.nope ? static_cast<T *>(p.keys) + at * p.key_stride + column
-                                : static_cast<T *>(p.values) + at * p.value_stride + (column - p.nope);
-        store16(to, load16<T>(from));
     }
 }
 
@@ -183,7 +145,7 @@ template <class T> PKV_DEVICE void mla_prefill_fp8_project(const MlaPrefillProje
         }
     }
     __syncthreads();
-    store_tile(p, tile, first_row, first_feature);
+    store_tile<TILE_STRIDE, FEATURES>(p, tile, ROWS, first_row, first_feature, threadIdx.x, THREADS);
 }
 
 PKV_KERNEL(mla_prefill_fp8_project_f32, MlaPrefillProjectParams, project::THREADS, 1) {

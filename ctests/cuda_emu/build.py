@@ -33,6 +33,12 @@ PLANTED = {
     "mixed-meetings": ("", "address", "thread"),
     "missing-lane": ("", "address", "thread"),
     "bank-conflict": ("", "address", "thread"),
+    "wgmma-without-fence": ("", "address", "thread"),
+    "tile-without-proxy-fence": ("", "address", "thread"),
+    "warpgroup-differs": ("", "address", "thread"),
+    "tile-overwritten": ("thread",),
+    "ring-not-waited-for": ("thread",),
+    "mbarrier-not-initialised": ("", "address", "thread"),
 }
 
 

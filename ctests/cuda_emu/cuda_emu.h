@@ -9,7 +9,8 @@
 // Strictness. A meeting that cannot complete (a lane that returned, a barrier that half the block skips, two different
 // operations at one meeting) ends the process with the kernel, block and thread; so does an ldmatrix whose rows share
 // banks of shared memory (slow, not wrong, but never meant). Dynamic shared memory starts as NaN bits. cp.async copies
-// at the wait.
+// at the wait. wgmma (wgmma_model.h) ends the process where the fence before it, the fence of the async proxy after a
+// write of its operands, or the wait after it is missing, or the threads of the warpgroup differ.
 //
 // Environment
 //   PKV_EMU_REVERSE=1     blocks, and the threads between two meetings, run in reverse order
@@ -18,7 +19,7 @@
 // every CUDA thread is a fiber of its own to the race detector and only barriers order them: a missing barrier is a
 // reported race (as compute-sanitizer's racecheck).
 //
-// Not modelled: wgmma, TMA, clusters, mbarrier, textures, the reduced accumulation of fp8 tensor cores, timing.
+// Not modelled: TMA, clusters, textures, timing; the fp8 sums of mma.sync are f32.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -76,9 +77,23 @@ enum Meeting : u32 { SYNCWARP, SHUFFLE, VOTE, MATCH, LDMATRIX, MMA_F16, MMA_BF16
 const u8 *meet(Meeting meeting, u32 mask, const void *bytes, u32 size);
 u32 barrier(u32 predicate, u32 combine); // __syncthreads; combine 0 count, 1 and, 2 or
 void mma_fragments(float *d, const u32 *a, const u32 *b, Meeting type);
-void cp_async_16(void *smem, const void *gmem, bool valid);
+void cp_async(void *smem, const void *gmem, bool valid, u32 size); // 4 or 16 bytes
 void cp_async_commit();
 void cp_async_wait(u32 newest);
+// Hopper. A warpgroup's wgmma reads its operands when its group is waited for, in reverse order when it is committed: a
+// tile that is not there yet, or not there any more, is read in one of them. Until the wait, d holds NaN.
+u32 shared_address(const void *smem);
+void mbarrier_init(u64 *bar, u32 count);
+void mbarrier_arrive(u64 *bar);
+void mbarrier_wait(u64 *bar, u32 parity);
+void named_barrier(u32 id, u32 threads);
+void fence_async_proxy();
+void wgmma_fence();
+void wgmma(float *d, u32 n, Meeting type, const u32 *a, u64 a_descriptor, u64 b_descriptor, bool add, bool n_major);
+void wgmma_commit();
+void wgmma_wait(u32 newest);
+// Stores to shared memory for the tensor core, which it sees after a fence_async_proxy.
+void generic_store(const void *smem, u32 size);
 [[noreturn]] void fail(const char *what);
 
 template <u32 N> void ldmatrix(u32 (&r)[N], const void *row, u32 count, bool trans) {

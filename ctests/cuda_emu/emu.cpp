@@ -1,7 +1,9 @@
 // Fibers, meetings, launches. Compiled without -fsanitize=thread even in a race-detecting build (PKV_EMU_TSAN is then
 // defined): the bookkeeping here is ordered by construction, and only the kernels' own accesses are to be judged.
 #include "emu.h"
+#include "wgmma_model.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -25,6 +27,8 @@ void *__tsan_create_fiber(unsigned flags);
 void __tsan_switch_to_fiber(void *fiber, unsigned flags);
 void __tsan_acquire(void *address);
 void __tsan_release(void *address);
+void __tsan_read8(void *address);
+void __tsan_write8(void *address);
 }
 #endif
 
@@ -157,10 +161,24 @@ struct AsyncCopy {
     void *to;
     const void *from;
     bool valid;
-    u32 group;
+    u32 group, size;
 };
 
-enum State : u8 { DONE, READY, IN_BARRIER, IN_MEETING };
+enum State : u8 { DONE, READY, IN_BARRIER, IN_MEETING, IN_MBARRIER, IN_NAMED_BARRIER, IN_WARPGROUP };
+
+// A thread's D of the wgmma under way, away from the kernel's reach.
+struct Accumulator {
+    float *home = nullptr; // null: free
+    u32 registers = 0, pending = 0;
+    float value[128];
+};
+struct Tensor { // a thread's side of its warpgroup
+    static constexpr u32 ACCUMULATORS = 8;
+    Accumulator accumulators[ACCUMULATORS];
+    u64 issued = 0, committed = 0; // operations
+    u64 groups = 0, group_end[64]; // operations by the end of a group, modulo 64
+    bool fenced = false;
+};
 
 struct Fiber {
     Context context;
@@ -171,6 +189,10 @@ struct Fiber {
     u64 generation;
     u32 async_group = 0;
     std::vector<AsyncCopy> async;
+    std::unique_ptr<Tensor> tensor;
+    const u64 *bar = nullptr; // waited for, until the phase of this parity is complete
+    u32 parity = 0;
+    u32 proxy_epoch = 0; // fences of the async proxy
     Footing footing;
 #ifdef PKV_EMU_ASAN
     void *fake_stack = nullptr;
@@ -188,6 +210,32 @@ struct Group {
     char order[2]; // __syncwarp, by parity of the generation
 };
 
+struct Wgmma {
+    Meeting type;
+    u32 n;
+    bool a_in_registers, add, n_major;
+    u64 a_descriptor, b_descriptor;
+    u32 accumulator[128], a[128][4]; // by thread
+};
+struct Warpgroup {
+    static constexpr u32 OPERATIONS = 64;
+    Wgmma operations[OPERATIONS]; // by number, modulo
+    u32 taken[OPERATIONS] = {};   // threads that brought their part
+    u64 made = 0, done = 0;
+    u32 arrived = 0;
+    u64 generation = 0, target = 0;
+    char order[2];
+    float a[64 * 32], b[32 * 256], d[64 * 256];
+};
+struct NamedBarrier {
+    u32 expected = 0, arrived = 0;
+    u64 generation = 0;
+    char order[2];
+};
+struct Write { // to 16 bytes of shared memory, past the async proxy
+    u32 writer = 0, epoch = 0; // writer: its number and one
+};
+
 struct Worker {
     const Kernel *kernel = nullptr;
     const void *params = nullptr;
@@ -200,6 +248,10 @@ struct Worker {
     std::vector<std::vector<std::unique_ptr<Group>>>
         groups; // by warp; allocated by the OS thread, so that no lane's allocation looks like a race
     std::vector<u32> groups_used;
+    std::vector<std::unique_ptr<Warpgroup>> warpgroups;
+    NamedBarrier named[16];
+    std::vector<Write> writes; // by 16 bytes of `shared`
+    bool wrote = false;
     std::unique_ptr<u8[]> shared_raw; // `shared` lies in it, 1024-byte aligned
     u8 *shared = nullptr;
     size_t shared_size = 0;
@@ -293,9 +345,10 @@ static void wait() {
         Worker &w = *worker;
         for (u32 i = 0; i < w.threads; i++) {
             const Fiber &f = *w.fibers[i];
-            if (f.state == IN_BARRIER || f.state == IN_MEETING)
-                fprintf(stderr, "cuda_emu: thread %u waits in %s (kind %u, mask %08x)\n", i,
-                        f.state == IN_BARRIER ? "__syncthreads" : "a warp operation",
+            static const char *const places[] = {
+                "", "", "__syncthreads", "a warp operation", "mbarrier_wait", "named_barrier", "wgmma"};
+            if (f.state > READY)
+                fprintf(stderr, "cuda_emu: thread %u waits in %s (kind %u, mask %08x)\n", i, places[f.state],
                         f.state == IN_MEETING ? u32(f.meeting) : 0, f.state == IN_MEETING ? f.mask : 0);
         }
         fail("nothing can run: threads wait for others that have returned or wait elsewhere");
@@ -456,22 +509,292 @@ void mma_fragments(float *d, const u32 *a, const u32 *b, Meeting type) {
     for (u32 i = 0; i < 4; i++) d[i] = group.result[generation & 1][g + 8 * (i >> 1)][2 * t + (i & 1)];
 }
 
-void cp_async_16(void *smem, const void *gmem, bool valid) {
-    if ((reinterpret_cast<u64>(smem) | reinterpret_cast<u64>(gmem)) & 15) fail("cp.async: address not 16-byte aligned");
+// Whether the pointer lies in dynamic shared memory; then its offset there.
+static bool in_shared(const void *smem, size_t &offset) {
+    offset = size_t(static_cast<const u8 *>(smem) - worker->shared);
+    return offset < worker->shared_size;
+}
+void generic_store(const void *smem, u32 size) {
+    Worker &w = *worker;
+    size_t offset;
+    if (!in_shared(smem, offset)) return;
+    for (size_t piece = offset / 16; piece <= (offset + size - 1) / 16 && piece < w.writes.size(); piece++)
+        w.writes[piece] = {w.current->index + 1, w.current->proxy_epoch};
+    w.wrote = true;
+}
+void fence_async_proxy() { worker->current->proxy_epoch++; }
+
+void cp_async(void *smem, const void *gmem, bool valid, u32 size) {
+    if ((reinterpret_cast<u64>(smem) | reinterpret_cast<u64>(gmem)) & (size - 1)) fail("cp.async: address not aligned");
     Fiber &me = *worker->current;
-    me.async.push_back({smem, gmem, valid, me.async_group});
+    me.async.push_back({smem, gmem, valid, me.async_group, size});
 }
 void cp_async_commit() { worker->current->async_group++; }
 // The copies themselves are in async_copy.cpp, which is compiled with the sanitizers: they are the kernel's accesses.
-void async_copy_16(void *to, const void *from, bool valid);
+void async_copy(void *to, const void *from, bool valid, u32 size);
+void read_piece(const u8 *from, u64 (&piece)[2]);
 void cp_async_wait(u32 newest) {
     Fiber &me = *worker->current;
     size_t done = 0;
     while (done < me.async.size() && me.async[done].group + newest < me.async_group) {
-        async_copy_16(me.async[done].to, me.async[done].from, me.async[done].valid);
+        const AsyncCopy &copy = me.async[done];
+        async_copy(copy.to, copy.from, copy.valid, copy.size);
+        generic_store(copy.to, copy.size);
         done++;
     }
     me.async.erase(me.async.begin(), me.async.begin() + ptrdiff_t(done));
+}
+
+// ---- mbarrier, named barriers ----
+
+// In the 64 bits, which the ISA leaves open: a mark, arrivals that complete a phase, arrivals that this one lacks, the
+// phases complete so far (modulo 2^16).
+struct Mbarrier {
+    u16 mark, count, lacks, phase;
+};
+constexpr u16 MBARRIER_MARK = 0x6d62;
+static Mbarrier &mbarrier(u64 *bar) {
+    if (reinterpret_cast<u64>(bar) & 7) fail("mbarrier: not 8-byte aligned");
+    auto &b = *reinterpret_cast<Mbarrier *>(bar);
+    if (b.mark != MBARRIER_MARK) fail("mbarrier: not initialised");
+#ifdef PKV_EMU_TSAN
+    __tsan_read8(bar);
+#endif
+    return b;
+}
+static char &mbarrier_order(u64 *bar, u32 phase) { return reinterpret_cast<char *>(bar)[phase & 1]; }
+void mbarrier_init(u64 *bar, u32 count) {
+    size_t offset;
+    if (!in_shared(bar, offset) || count == 0 || count > 0xffff) fail("mbarrier.init: not shared memory, or its count");
+#ifdef PKV_EMU_TSAN
+    __tsan_write8(bar);
+#endif
+    *reinterpret_cast<Mbarrier *>(bar) = {MBARRIER_MARK, u16(count), u16(count), 0};
+}
+void mbarrier_arrive(u64 *bar) {
+    Mbarrier &b = mbarrier(bar);
+    order_release(mbarrier_order(bar, b.phase));
+    if (--b.lacks != 0) return;
+    b.lacks = b.count;
+    const u32 parity = b.phase++ & 1;
+    for (auto &f : worker->fibers)
+        if (f->state == IN_MBARRIER && f->bar == bar && f->parity == parity) f->state = READY;
+}
+void mbarrier_wait(u64 *bar, u32 parity) {
+    Mbarrier &b = mbarrier(bar);
+    Fiber &me = *worker->current;
+    if (parity > 1) fail("mbarrier.try_wait: parity");
+    const u32 waited = b.phase;
+    if ((b.phase & 1) == parity) {
+        me.state = IN_MBARRIER;
+        me.bar = bar;
+        me.parity = parity;
+        wait();
+        // Whoever waits holds up the next phase but one; a barrier where it does not is misused.
+        if (u16(b.phase - waited) > 1) fail("mbarrier.try_wait: a phase went by while this thread waited");
+    }
+    order_acquire(mbarrier_order(bar, parity));
+}
+
+void named_barrier(u32 id, u32 threads) {
+    Worker &w = *worker;
+    Fiber &me = *w.current;
+    if (id == 0 || id > 15 || threads == 0 || threads % 32 != 0) fail("bar.sync: id or number of threads");
+    NamedBarrier &b = w.named[id];
+    if (b.arrived == 0) b.expected = threads;
+    else if (b.expected != threads) fail("bar.sync: threads disagree about their number");
+    char &order = b.order[b.generation & 1];
+    order_release(order);
+    if (++b.arrived == threads) {
+        b.arrived = 0;
+        b.generation++;
+        for (auto &f : w.fibers)
+            if (f->state == IN_NAMED_BARRIER && f->parity == id) f->state = READY;
+    } else {
+        me.state = IN_NAMED_BARRIER;
+        me.parity = id;
+        wait();
+    }
+    order_acquire(order);
+}
+
+// ---- wgmma ----
+
+constexpr u32 SHARED_BASE = 1024; // of dynamic shared memory in the shared window: Hopper keeps the first kilobyte
+
+u32 shared_address(const void *smem) {
+    size_t offset;
+    if (!in_shared(smem, offset)) fail("wgmma: a tile outside dynamic shared memory");
+    return SHARED_BASE + u32(offset);
+}
+
+static Tensor &tensor() {
+    Fiber &me = *worker->current;
+    if (!me.tensor) me.tensor = std::make_unique<Tensor>();
+    return *me.tensor;
+}
+static Warpgroup &warpgroup() {
+    Worker &w = *worker;
+    const u32 group = w.current->index / 128;
+    if (w.threads < 128 * (group + 1)) fail("wgmma: not a whole warpgroup");
+    if (w.warpgroups.size() <= group) w.warpgroups.resize(w.threads / 128);
+    if (!w.warpgroups[group]) w.warpgroups[group] = std::make_unique<Warpgroup>();
+    return *w.warpgroups[group];
+}
+
+void wgmma_fence() { tensor().fenced = true; }
+
+void wgmma(float *d, u32 n, Meeting type, const u32 *a, u64 a_descriptor, u64 b_descriptor, bool add, bool n_major) {
+    Tensor &t = tensor();
+    Warpgroup &g = warpgroup();
+    const u32 thread = worker->current->index % 128, registers = n / 2;
+    if (!t.fenced) fail("wgmma: no wgmma.fence since its registers were last the thread's");
+    if (t.issued - g.done >= Warpgroup::OPERATIONS) fail("wgmma: more operations under way than the emulation keeps");
+    const u32 slot = u32(t.issued % Warpgroup::OPERATIONS);
+    Wgmma &o = g.operations[slot];
+    if (g.made == t.issued) {
+        g.made++;
+        g.taken[slot] = 0;
+        o.type = type;
+        o.n = n;
+        o.a_in_registers = a != nullptr;
+        o.add = add;
+        o.n_major = n_major;
+        o.a_descriptor = a_descriptor;
+        o.b_descriptor = b_descriptor;
+    } else if (o.type != type || o.n != n || o.a_in_registers != (a != nullptr) || o.add != add ||
+               o.n_major != n_major || o.a_descriptor != a_descriptor || o.b_descriptor != b_descriptor) {
+        fail("wgmma: threads of the warpgroup start different operations");
+    }
+    u32 which = 0;
+    while (which < Tensor::ACCUMULATORS && t.accumulators[which].home != d) which++;
+    if (which == Tensor::ACCUMULATORS)
+        for (which = 0; which < Tensor::ACCUMULATORS && t.accumulators[which].home; which++) {}
+    if (which == Tensor::ACCUMULATORS) fail("wgmma: more accumulators under way than the emulation keeps");
+    Accumulator &c = t.accumulators[which];
+    if (!c.home) {
+        c.home = d;
+        c.registers = registers;
+        for (u32 i = 0; i < registers; i++) {
+            c.value[i] = d[i];
+            d[i] = __uint_as_float(0x7fffffffu);
+        }
+    } else if (c.registers != registers) {
+        fail("wgmma: one accumulator in two shapes without a wait");
+    }
+    c.pending++;
+    o.accumulator[thread] = which;
+    for (u32 i = 0; a && i < 4; i++) o.a[thread][i] = a[i];
+    g.taken[slot]++;
+    t.issued++;
+}
+
+// Calls element(row, k or byte, bits) for all of an operand in shared memory.
+template <class F> static void read_operand(u64 bits, u32 rows, u32 size, bool mn_major, F element) {
+    using namespace wgmma_model;
+    Worker &w = *worker;
+    const Descriptor d(bits);
+    if (d.swizzle != SWIZZLE_128 || d.base_offset != 0 || !d.rest_is_zero)
+        fail("wgmma: a descriptor that is not modelled");
+    const u32 per = 16 / size, K = 32 / size;
+    for (u32 i = 0; i < rows * 2; i++) { // 16-byte pieces
+        const u32 row = mn_major ? i / K * per : i / 2, k = mn_major ? i % K : i % 2 * per;
+        const u32 address = mn_major ? wgmma_model::mn_major(d, row * size, k) : k_major(d, row, k * size);
+        if (address < SHARED_BASE || address - SHARED_BASE + 16 > w.shared_size)
+            fail("wgmma: an operand outside shared memory");
+        const Write &write = w.writes[(address - SHARED_BASE) / 16];
+        if (write.writer && write.epoch == w.fibers[write.writer - 1]->proxy_epoch)
+            fail("wgmma: an operand written without a fence of the async proxy after it");
+        u64 piece[2];
+        read_piece(w.shared + (address - SHARED_BASE), piece);
+        for (u32 e = 0; e < per; e++) {
+            const u32 value = u32(piece[e * size / 8] >> 8 * (e * size % 8)) & (size == 1 ? 0xff : 0xffff);
+            element(mn_major ? row + e : row, mn_major ? k : k + e, value);
+        }
+    }
+}
+
+static void run_wgmma(Warpgroup &g, u64 number) {
+    using namespace wgmma_model;
+    Worker &w = *worker;
+    const u32 slot = u32(number % Warpgroup::OPERATIONS), first = w.current->index / 128 * 128;
+    const Wgmma &o = g.operations[slot];
+    if (g.taken[slot] != 128) fail("wgmma: not all of the warpgroup started it");
+    static const std::vector<float> e4m3 = [] {
+        std::vector<float> table;
+        for (u32 code = 0; code < 256; code++) table.push_back(decode(code, MMA_E4M3));
+        return table;
+    }();
+    const u32 size = o.type == MMA_E4M3 ? 1 : 2, K = 32 / size;
+    auto value = [&](u32 bits) { return size == 1 ? e4m3[bits] : decode(bits, o.type); };
+    if (o.a_in_registers) {
+        for (u32 t = 0; t < 128; t++)
+            for (u32 i = 0; i < 4; i++)
+                for (u32 e = 0; e < 4 / size; e++)
+                    g.a[a_row(t, i) * 32 + a_k_byte(t, i) / size + e] =
+                        value(o.a[t][i] >> 8 * size * e & (size == 1 ? 0xff : 0xffff));
+    } else {
+        read_operand(o.a_descriptor, 64, size, false, [&](u32 row, u32 k, u32 x) { g.a[row * 32 + k] = value(x); });
+    }
+    read_operand(o.b_descriptor, o.n, size, o.n_major, [&](u32 row, u32 k, u32 x) { g.b[k * 256 + row] = value(x); });
+    for (u32 t = 0; t < 128; t++) {
+        const Accumulator &c = w.fibers[first + t]->tensor->accumulators[o.accumulator[t]];
+        for (u32 i = 0; i < o.n / 2; i++) g.d[d_row(t, i) * 256 + d_column(t, i)] = o.add ? c.value[i] : 0.0f;
+    }
+    for (u32 row = 0; row < 64; row++) {
+        if (size == 1) add_products_13_bits(g.d + row * 256, g.a + row * 32, g.b, o.n);
+        else add_products(g.d + row * 256, g.a + row * 32, g.b, o.n, K);
+    }
+    for (u32 t = 0; t < 128; t++) {
+        Accumulator &c = w.fibers[first + t]->tensor->accumulators[o.accumulator[t]];
+        for (u32 i = 0; i < o.n / 2; i++) c.value[i] = g.d[d_row(t, i) * 256 + d_column(t, i)];
+        c.pending--;
+    }
+}
+
+// The whole warpgroup meets; the last one runs what is to be done by then. Being done is an event that all of it waits
+// for: what they do next comes after the tensor core's reads.
+static void meet_warpgroup(u64 target) {
+    Worker &w = *worker;
+    Fiber &me = *w.current;
+    Warpgroup &g = warpgroup();
+    if (g.arrived == 0) g.target = target;
+    else if (g.target != target) fail("wgmma: threads of the warpgroup wait for different groups");
+    char &order = g.order[g.generation & 1];
+    if (++g.arrived == 128) {
+        for (; g.done < target; g.done++) run_wgmma(g, g.done);
+        order_release(order);
+        g.arrived = 0;
+        g.generation++;
+        for (u32 i = 0; i < 128; i++) {
+            Fiber &f = *w.fibers[me.index / 128 * 128 + i];
+            if (f.state == IN_WARPGROUP) f.state = READY;
+        }
+    } else {
+        me.state = IN_WARPGROUP;
+        wait();
+        order_acquire(order);
+    }
+}
+
+void wgmma_commit() {
+    Tensor &t = tensor();
+    t.committed = t.issued;
+    t.group_end[t.groups++ % 64] = t.issued;
+    if (worker->reverse) meet_warpgroup(t.committed);
+}
+
+void wgmma_wait(u32 newest) {
+    Tensor &t = tensor();
+    if (t.groups <= newest) return;
+    const u64 end = t.group_end[(t.groups - 1 - newest) % 64];
+    if (!worker->reverse && end > warpgroup().done) meet_warpgroup(end);
+    for (Accumulator &c : t.accumulators) {
+        if (!c.home || c.pending) continue;
+        for (u32 i = 0; i < c.registers; i++) c.home[i] = c.value[i];
+        c.home = nullptr;
+        t.fenced = false;
+    }
 }
 
 static void fiber_main() {
@@ -493,6 +816,11 @@ static void fiber_main() {
         Fiber &me = *w.current;
         if (!me.async.empty()) fail("returned with cp.async copies not waited for");
         me.async_group = 0;
+        if (me.tensor) {
+            for (const Accumulator &c : me.tensor->accumulators)
+                if (c.home) fail("returned with wgmma not waited for");
+            me.tensor->fenced = false;
+        }
         order_release(w.order[END]);
         me.state = DONE;
         if (--w.alive == 0) {
@@ -518,6 +846,8 @@ static void run_block(Worker &w, u64 index) {
     w.in_barrier = 0;
     w.count[0] = w.count[1] = 0;
     for (auto &used : w.groups_used) used = 0;
+    if (w.wrote) std::fill(w.writes.begin(), w.writes.end(), Write{});
+    w.wrote = false;
     order_release(w.order[BEGIN]);
     switch_to(w.fibers[w.reverse ? w.threads - 1 : 0].get());
     order_acquire(w.order[END]);
@@ -544,6 +874,7 @@ void launch(const Kernel &kernel, dim3 grid, dim3 block, size_t dynamic_shared, 
         w.threads = threads;
         w.reverse = reverse;
         w.shared_size = dynamic_shared;
+        w.writes.resize(dynamic_shared / 16 + 1);
         w.shared_raw = std::make_unique<u8[]>(dynamic_shared + 1024);
         w.shared = reinterpret_cast<u8 *>((reinterpret_cast<u64>(w.shared_raw.get()) + 1023) & ~u64(1023));
 #ifdef PKV_EMU_ASAN

@@ -19,7 +19,8 @@
 //   PKV_EMU_FAIL=SPEC     SPEC is name=n:code, more after commas: the n-th call of that function fails with the code
 // Beside the driver's own: pkv_emu_inject(SPEC) at run time, pkv_emu_count(name) calls of a function so far,
 // pkv_emu_count("allocations") now alive, ("contexts") references to primary contexts, ("overruns") found at frees,
-// ("kernels not launched") of those in kernels/, which are named on stderr.
+// ("kernels not launched") of those in kernels/, which are named on stderr; of the files *_sm90.cu if
+// PAGEDKV_CUDA_KERNELS is hopper, else of the others.
 #include "emu.h"
 
 #include <algorithm>
@@ -397,8 +398,11 @@ long pkv_emu_count(const char *name) {
     if (what == "overruns") return overruns;
     if (what == "kernels not launched") {
         long n = 0;
+        const char *siblings = getenv("PAGEDKV_CUDA_KERNELS");
+        const bool hopper = siblings && strcmp(siblings, "hopper") == 0;
         for (const pkv_emu::Kernel *k = pkv_emu::first_kernel(); k; k = k->next)
-            if (strstr(k->file, "kernels/") && !launched.count(k)) {
+            if (strstr(k->file, "kernels/") && (strstr(k->file, "_sm90.cu") != nullptr) == hopper &&
+                !launched.count(k)) {
                 fprintf(stderr, "not launched: %s\n", k->name);
                 n++;
             }

@@ -8,6 +8,7 @@
 #include "device/mma.cuh"
 #include "device/vector.cuh"
 #include "device/warp.cuh"
+#include "device/wgmma.cuh"
 
 #include <cstdio>
 #include <cstdlib>
@@ -194,6 +195,171 @@ template <class T> static void check_mma(const char *kernel, u32 K, i32 modes) {
     }
 }
 
+// ---- wgmma, mbarrier ----
+
+enum WgmmaForm : i32 { E4M3_TILES, F16_TILES, F16_REGISTERS, BF16_N_MAJOR };
+// What a kernel can do wrong.
+enum WgmmaFault : i32 {
+    RIGHT,
+    NOT_SWIZZLED,
+    STRIDE_WRONG,
+    READ_BEFORE_WAIT,
+    OVERWRITTEN_BEFORE_WAIT,
+    FILLED_AFTER_COMMIT,
+    NO_WGMMA_FENCE,
+    NO_PROXY_FENCE,
+    THREADS_DIFFER
+};
+struct WgmmaParams {
+    const u8 *a, *b; // [64][K], [N][K] (n-major: [K][N]), rows one after another
+    float *d;        // [64][N]
+    i32 form, fault;
+};
+
+// Rows of 128 bytes to a swizzled tile, by 128 threads.
+static void fill_tile(u8 *tile, const u8 *from, u32 row_bytes, u32 rows, i32 fault) {
+    for (u32 i = threadIdx.x; i < rows * 8; i += 128) {
+        const u32 row = i / 8, byte = i % 8 * 16, at = fault == NOT_SWIZZLED ? row * 128 + byte : swizzle_128(row, byte);
+        cp_async_16(tile + at, from + i64(row) * row_bytes + byte);
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    if (fault != NO_PROXY_FENCE) fence_async_proxy();
+}
+
+PKV_KERNEL(test_wgmma, WgmmaParams, 128, 1) {
+    PKV_DYNAMIC_SHARED(u8, a);
+    u8 *b = a + 8192;
+    const bool n_major_b = p.form == BF16_N_MAJOR;
+    const u32 N = p.form == E4M3_TILES || n_major_b ? 128 : 64;
+    auto fill = [&] {
+        if (n_major_b) // 32 rows of k, twice 64 columns
+            for (u32 half = 0; half < 2; half++) fill_tile(b + 4096 * half, p.b + 128 * half, 256, 32, p.fault);
+        else fill_tile(b, p.b, 128, N, p.fault);
+        if (p.form == E4M3_TILES || p.form == F16_TILES) fill_tile(a, p.a, 128, 64, p.fault);
+        __syncthreads();
+    };
+    if (p.fault != FILLED_AFTER_COMMIT) fill();
+    float d64[32] = {}, d128[64] = {};
+    for (float &x : d64) x = 3.0f;
+    for (float &x : d128) x = 3.0f;
+    const u64 wrong = p.fault == STRIDE_WRONG ? u64(64) << 32 : 0; // a stride of 2048
+    const u32 steps = n_major_b ? 2 : 4;
+    if (p.fault != NO_WGMMA_FENCE) wgmma_fence();
+    for (u32 step = 0; step < steps; step++) {
+        u32 registers[4];
+        const u32 row_bytes = n_major_b ? 64 : 128;
+        for (u32 i = 0; i < 4; i++) {
+            const u32 row = threadIdx.x / 32 * 16 + lane_id() / 4 + 8 * (i % 2), byte = i / 2 * 16 + lane_id() % 4 * 4;
+            registers[i] = *reinterpret_cast<const u32 *>(p.a + row * row_bytes + 32 * step + byte);
+        }
+        const u32 add = step > 0 || (p.fault == THREADS_DIFFER && threadIdx.x == 77);
+        switch (p.form) {
+        case E4M3_TILES:
+            wgmma_m64n128k32_e4m3(d128, k_major(a + 32 * step), k_major(b + 32 * step) ^ wrong, add);
+            break;
+        case F16_TILES:
+            wgmma_m64n64k16<f16>(d64, k_major(a + 32 * step), k_major(b + 32 * step) ^ wrong, add);
+            break;
+        case F16_REGISTERS: wgmma_m64n64k16<f16>(d64, registers, k_major(b + 32 * step) ^ wrong, add); break;
+        default: wgmma_m64n128k16_n_major<bf16>(d128, registers, n_major(b + 2048 * step, 4096) ^ wrong, add);
+        }
+    }
+    wgmma_commit();
+    auto store = [&] {
+        for (u32 i = 0; i < N / 2; i++) {
+            const u32 row = threadIdx.x / 32 * 16 + lane_id() / 4 + 8 * (i / 2 % 2), column = i / 4 * 8 + lane_id() % 4 * 2;
+            p.d[row * N + column + i % 2] = N == 128 ? d128[i] : d64[i];
+        }
+    };
+    if (p.fault == FILLED_AFTER_COMMIT) fill();
+    if (p.fault == READ_BEFORE_WAIT) store();
+    if (p.fault == OVERWRITTEN_BEFORE_WAIT) {
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < 16384; i += 128) b[i] = 0;
+    }
+    wgmma_wait<0>();
+    if (p.fault != READ_BEFORE_WAIT) store();
+}
+
+static bool wgmma_is_right(i32 form, i32 fault) {
+    const bool n_major_b = form == BF16_N_MAJOR;
+    const u32 size = form == E4M3_TILES ? 1 : 2, N = form == E4M3_TILES || n_major_b ? 128 : 64;
+    const u32 K = n_major_b ? 32 : 128 / size;
+    std::mt19937 random(5);
+    std::vector<float> a(64 * K), b(N * K), d(64 * N);
+    std::vector<u64> a_storage(64 * K * size / 8), b_storage(N * K * size / 8);
+    u8 *a_bytes = reinterpret_cast<u8 *>(a_storage.data()), *b_bytes = reinterpret_cast<u8 *>(b_storage.data());
+    auto put = [&](u8 *at, size_t i, float x) {
+        if (form == E4M3_TILES) at[i] = from_f32<e4m3>(x).bits;
+        else reinterpret_cast<u16 *>(at)[i] = form == BF16_N_MAJOR ? from_f32<bf16>(x).bits : from_f32<f16>(x).bits;
+    };
+    for (size_t i = 0; i < a.size(); i++) put(a_bytes, i, a[i] = float(int(random() % 9) - 4));
+    for (u32 n = 0; n < N; n++)
+        for (u32 k = 0; k < K; k++) put(b_bytes, n_major_b ? k * N + n : n * K + k, b[n * K + k] = float(int(random() % 9) - 4));
+    pkv_emu::launch("test_wgmma", {1, 1, 1}, 128, 8192 + 16384, WgmmaParams{a_bytes, b_bytes, d.data(), form, fault});
+    for (u32 row = 0; row < 64; row++)
+        for (u32 n = 0; n < N; n++) {
+            float want = 0;
+            for (u32 k = 0; k < K; k++) want += a[row * K + k] * b[n * K + k];
+            if (d[row * N + n] != want) return false;
+        }
+    return true;
+}
+
+[[maybe_unused]] static void wgmmas() {
+    const char *reverse = getenv("PKV_EMU_REVERSE");
+    const bool early = reverse && *reverse == '1'; // when operands are read
+    for (const i32 form : {E4M3_TILES, F16_TILES, F16_REGISTERS, BF16_N_MAJOR}) {
+        CHECK(wgmma_is_right(form, RIGHT), "wgmma, form %d", form);
+        for (const i32 fault : {NOT_SWIZZLED, STRIDE_WRONG, READ_BEFORE_WAIT})
+            CHECK(!wgmma_is_right(form, fault), "wgmma, form %d: fault %d is not seen", form, fault);
+        CHECK(wgmma_is_right(form, OVERWRITTEN_BEFORE_WAIT) == early, "wgmma, form %d: overwritten early", form);
+        CHECK(wgmma_is_right(form, FILLED_AFTER_COMMIT) == !early, "wgmma, form %d: filled late", form);
+    }
+}
+
+// A ring of four words: the first warp fills, the second takes, each waits for the other.
+struct RingParams {
+    u32 *sums; // [32]
+    i32 fault; // 1: taken without waiting, 2: a barrier nobody initialised
+};
+PKV_KERNEL(test_ring, RingParams, 64, 1) {
+    PKV_DYNAMIC_SHARED(u64, bars);
+    u64 *full = bars, *empty = bars + 4;
+    u32 *ring = reinterpret_cast<u32 *>(bars + 8);
+    if (threadIdx.x < 4) {
+        if (p.fault != 2) mbarrier_init(full + threadIdx.x, 32);
+        mbarrier_init(empty + threadIdx.x, 1);
+    }
+    __syncthreads();
+    u32 sum = 0;
+    for (u32 step = 0; step < 103; step++) {
+        const u32 slot = step % 4, parity = step / 4 & 1;
+        if (warp_id() == 0) {
+            mbarrier_wait(empty + slot, parity ^ 1);
+            ring[32 * slot + lane_id()] = step * lane_id();
+            mbarrier_arrive(full + slot);
+        } else {
+            if (p.fault != 1) mbarrier_wait(full + slot, parity);
+            sum += ring[32 * slot + (lane_id() + 1) % 32];
+            __syncwarp();
+            if (lane_id() == 0) mbarrier_arrive(empty + slot);
+        }
+    }
+    if (warp_id() == 1) {
+        named_barrier(3, 32);
+        p.sums[lane_id()] = sum;
+    }
+}
+static bool ring_is_right(i32 fault) {
+    std::vector<u32> sums(32);
+    pkv_emu::launch("test_ring", {1, 1, 1}, 64, 64 + 512, RingParams{sums.data(), fault});
+    bool right = true;
+    for (u32 i = 0; i < 32; i++) right = right && sums[i] == 102 * 103 / 2 * ((i + 1) % 32);
+    return right;
+}
+
 // ---- meetings, reductions, grids ----
 
 struct MeetParams {
@@ -342,12 +508,22 @@ int main(int argc, char **argv) {
     else if (what == "plant-missing-lane") plant(3);
     else if (what == "plant-bank-conflict") plant(4);
     else if (what == "plant-shared-bounds") plant(6);
+    else if (what == "plant-wgmma-without-fence") wgmma_is_right(F16_TILES, NO_WGMMA_FENCE);
+    else if (what == "plant-tile-without-proxy-fence") wgmma_is_right(E4M3_TILES, NO_PROXY_FENCE);
+    else if (what == "plant-warpgroup-differs") wgmma_is_right(F16_REGISTERS, THREADS_DIFFER);
+    else if (what == "plant-tile-overwritten") wgmma_is_right(F16_TILES, OVERWRITTEN_BEFORE_WAIT);
+    else if (what == "plant-ring-not-waited-for") ring_is_right(1);
+    else if (what == "plant-mbarrier-not-initialised") ring_is_right(2);
     else if (what == "plant-nothing") plant(5);
     else {
         conversions();
         check_mma<bf16>("test_mma_bf16", 16, 3);
         check_mma<f16>("test_mma_f16", 16, 3);
         check_mma<e4m3>("test_mma_e4m3", 32, 2);
+#ifndef PKV_EMU_TSAN // where their faults are races
+        wgmmas();
+#endif
+        CHECK(ring_is_right(0), "ring");
         meetings();
         places();
         printf(failures ? "%d failures\n" : "ok\n", failures);

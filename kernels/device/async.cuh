@@ -1,8 +1,9 @@
-// cp.async (sm_80+): 16-byte copies from global to shared memory that bypass the registers.
+// cp.async (sm_80+): copies from global to shared memory that bypass the registers.
 //
 //   cp_async_16(smem, gmem)            both 16-byte aligned
 //   cp_async_16(smem, gmem, valid)     zeroes where not valid; gmem is then not read, but must be a global address
 //                                      (pass any valid one)
+//   cp_async_4(smem, gmem, valid)      the same for 4 bytes
 //   cp_async_commit()                  closes a group
 //   cp_async_wait<N>()                 at most N of this thread's newest groups still under way; other threads need a
 //                                      __syncthreads too
@@ -14,8 +15,9 @@
 #ifdef PKV_EMULATE
 
 PKV_DEVICE void cp_async_16(void *smem, const void *gmem, bool valid = true) {
-    pkv_emu::cp_async_16(smem, gmem, valid);
+    pkv_emu::cp_async(smem, gmem, valid, 16);
 }
+PKV_DEVICE void cp_async_4(void *smem, const void *gmem, bool valid) { pkv_emu::cp_async(smem, gmem, valid, 4); }
 PKV_DEVICE void cp_async_commit() { pkv_emu::cp_async_commit(); }
 template <u32 N> PKV_DEVICE void cp_async_wait() { pkv_emu::cp_async_wait(N); }
 
@@ -29,6 +31,11 @@ PKV_DEVICE void cp_async_16(void *smem, const void *gmem) {
 PKV_DEVICE void cp_async_16(void *smem, const void *gmem, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(smem)), "l"(gmem),
                  "r"(valid ? 16 : 0)
+                 : "memory");
+}
+PKV_DEVICE void cp_async_4(void *smem, const void *gmem, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(smem)), "l"(gmem),
+                 "r"(valid ? 4 : 0)
                  : "memory");
 }
 PKV_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

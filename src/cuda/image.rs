@@ -13,6 +13,8 @@ pub struct Source {
     pub file: &'static str,
     pub text: &'static str,
     pub fatbin: Option<&'static [u8]>,
+    /// The one architecture that the file is for, if it is not for all.
+    pub only: Option<&'static str>,
 }
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
@@ -21,9 +23,22 @@ pub fn source(file: &str) -> &'static Source {
     SOURCES.iter().find(|s| s.file == file).expect("kernels/ holds the file")
 }
 
-/// Whether the library can come by machine code at all.
+/// Whether the library can come by machine code of the files for every architecture at all.
 pub fn obtainable() -> Result<(), String> {
-    if SOURCES.iter().all(|s| s.fatbin.is_some()) {
+    obtainable_all(SOURCES.iter().filter(|s| s.only.is_none()))
+}
+
+/// The same for one file, which may be for another architecture.
+pub fn obtainable_for(file: &str, capability: (i32, i32)) -> Result<(), String> {
+    let source = source(file);
+    match source.only {
+        Some(only) if only != arch_name(capability) => Err(format!("is for {only} alone")),
+        _ => obtainable_all(std::iter::once(source)),
+    }
+}
+
+fn obtainable_all<'a>(mut sources: impl Iterator<Item = &'a Source>) -> Result<(), String> {
+    if sources.all(|s| s.fatbin.is_some()) {
         return Ok(());
     }
     Nvrtc::get().map(|_| ()).map_err(|e| format!("this build carries no machine code (feature cuda-fatbin), and {e}"))
@@ -139,8 +154,8 @@ mod tests {
 
     #[test]
     fn the_key_depends_on_everything() {
-        let base = Source { file: "a.cu", text: "x", fatbin: None };
-        let other = Source { file: "a.cu", text: "y", fatbin: None };
+        let base = Source { file: "a.cu", text: "x", fatbin: None, only: None };
+        let other = Source { file: "a.cu", text: "y", fatbin: None, only: None };
         let names = [
             cache_name(&base, "sm_80", (13, 0)),
             cache_name(&other, "sm_80", (13, 0)),
@@ -150,7 +165,8 @@ mod tests {
         assert!((0..4).all(|i| (0..i).all(|j| names[i] != names[j])), "{names:?}");
     }
 
-    /// What NVRTC says against a source: that it does not compile, that a kernel spills or has a stack frame, a warning.
+    /// What NVRTC says against a source: that it does not compile, that a kernel spills or has a stack frame, that its wgmma wait for each other,
+    /// a warning.
     fn fault(nvrtc: &Nvrtc, file: &str, text: &str, arch: &str) -> Option<String> {
         let options = [&OPTIONS[..], &["--ptxas-options=-v"]].concat();
         match nvrtc.compile(file, text, HEADERS, arch, &options) {
@@ -159,7 +175,8 @@ mod tests {
                 let entries = log.matches("Compiling entry function").count();
                 let clean = log.matches(" 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads").count();
                 let kernels = entries > 0 || arch.starts_with("compute_");
-                (!kernels || clean != entries || log.contains("warning")).then_some(log)
+                let slow = log.contains("Potential Performance Loss"); // wgmma one by one
+                (!kernels || clean != entries || slow || log.contains("warning")).then_some(log)
             }
         }
     }
@@ -189,8 +206,9 @@ mod tests {
             let fault = fault(nvrtc, "planted.cu", &text, "sm_80").unwrap_or_default();
             assert!(fault.contains(seen), "{text}: {fault}");
         }
+        let of_arch = |arch| SOURCES.iter().filter(move |s| s.only.is_none_or(|only| only == arch));
         let pairs: Vec<_> =
-            archs.split(' ').flat_map(|arch| SOURCES.iter().map(move |source| (source, arch))).collect();
+            archs.split(' ').flat_map(|arch| of_arch(arch).map(move |source| (source, arch))).collect();
         let next = AtomicU64::new(0);
         let faults = std::sync::Mutex::new(Vec::new());
         let work = || {

@@ -3,9 +3,10 @@
 use super::mla_rope_rmsnorm_quantize::{self as rope, NewRows};
 use super::params::{BatchParams, CacheParams};
 use super::{
-    Kernel, LaunchParams, Shape, THREADS, WARPS, by_dtype, entries, launch, refuse_without_kernels, rows_aligned,
+    Kernel, LaunchParams, Shape, THREADS, WARPS, by_dtype, entries, launch, refuse_hopper, refuse_without_kernels,
+    rows_aligned,
 };
-use crate::context::Context;
+use crate::context::{Backend, Context};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::op::mla_prefill_fp8::{Args, Mask, MlaPrefillFp8, SCALE_BLOCK, ScoreMod};
@@ -14,17 +15,44 @@ use crate::workspace::{Arena, Span};
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
-pub const IMPLS: &[Impl<MlaPrefillFp8>] = &[Impl {
-    name: "cuda",
-    refuse,
-    layout: |_, a, arena| {
-        Scratch::take(a, arena);
+pub const IMPLS: &[Impl<MlaPrefillFp8>] = &[
+    Impl {
+        name: "cuda, sm_90a",
+        refuse: |ctx, a| {
+            refuse(ctx, a)?;
+            refuse_project_sm90(ctx, a)
+        },
+        layout: |_, a, arena| {
+            Scratch::take(a, arena);
+        },
+        run: |ctx, a, arena, stream| {
+            let hopper = Hopper { project: refuse_project_sm90(ctx, a).is_ok() };
+            run(ctx, a, arena, stream, hopper)
+        },
     },
-    run,
-}];
+    Impl {
+        name: "cuda",
+        refuse,
+        layout: |_, a, arena| {
+            Scratch::take(a, arena);
+        },
+        run: |ctx, a, arena, stream| run(ctx, a, arena, stream, Hopper::default()),
+    },
+];
+
+/// Which launches take a kernel of sm_90a.
+#[derive(Clone, Copy, Default)]
+struct Hopper {
+    project: bool,
+}
 
 static LATENT: [Kernel; 3] = entries!("mla_prefill_fp8_latent");
 static PROJECT: [Kernel; 3] = entries!("mla_prefill_fp8_project");
+/// F16, BF16.
+static PROJECT_SM90: [Kernel; 2] = [
+    Kernel { file: "mla_prefill_fp8_project_sm90.cu", name: "mla_prefill_fp8_project_sm90_f16" },
+    Kernel { file: "mla_prefill_fp8_project_sm90.cu", name: "mla_prefill_fp8_project_sm90_bf16" },
+];
 
 /// As in `mla_prefill_fp8_project.cu`.
 mod project {
@@ -32,6 +60,12 @@ mod project {
     pub const FEATURES: usize = 128;
     pub const THREADS: u32 = 256;
     pub const SHARED: u32 = 99840;
+}
+
+/// As in `mla_prefill_fp8_project_sm90.cu`; its tiles are the same.
+mod project_sm90 {
+    pub const THREADS: u32 = 384;
+    pub const SHARED: u32 = 201296;
 }
 
 /// Columns that rows of K, V and the keys' rope part are padded to.
@@ -207,7 +241,18 @@ fn refuse(ctx: &Context, a: &Args<'_>) -> Result<(), String> {
     Ok(())
 }
 
-fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream) -> Result<()> {
+fn refuse_project_sm90(ctx: &Context, a: &Args<'_>) -> Result<(), String> {
+    if a.q.dtype == DType::F32 {
+        return Err("sums of fp8 products on wgmma are not good enough for F32".into());
+    }
+    if !rows_aligned(&a.kv_b_proj) {
+        return Err("rows of kv_b_proj are not on 16 bytes".into());
+    }
+    let kernel = &PROJECT_SM90[0];
+    refuse_hopper(ctx, kernel).map_err(|reason| format!("{} {reason}", kernel.file))
+}
+
+fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream, hopper: Hopper) -> Result<()> {
     if a.q.shape[0] == 0 || a.batch.batch_size == 0 {
         return Ok(());
     }
@@ -281,9 +326,19 @@ fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream) -> Result
                 reserved: 0,
             };
             let blocks = plan.project_blocks(first_head, heads, a.nope_dim + a.v_head_dim) as u32;
-            let shape = Shape { grid: [blocks, 1, 1], threads: project::THREADS, shared: project::SHARED };
+            let (kernel, shape) = match ctx.backend() {
+                Backend::Cuda(device) if hopper.project => {
+                    let (threads, shared) = (project_sm90::THREADS, project_sm90::SHARED);
+                    let grid = [blocks.min(device.multiprocessors()), 1, 1];
+                    (&PROJECT_SM90[usize::from(dtype == DType::BF16)], Shape { grid, threads, shared })
+                }
+                _ => {
+                    let (threads, shared) = (project::THREADS, project::SHARED);
+                    (by_dtype(&PROJECT, dtype), Shape { grid: [blocks, 1, 1], threads, shared })
+                }
+            };
             // SAFETY: as above.
-            unsafe { launch(ctx, by_dtype(&PROJECT, dtype), shape, &params, stream)? };
+            unsafe { launch(ctx, kernel, shape, &params, stream)? };
         }
         let (mask, mask_width) = match a.mask {
             Mask::Causal => (0, 0),

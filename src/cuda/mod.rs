@@ -19,6 +19,7 @@ pub use runtime::{Device, DeviceBuffer, Kernel, LaunchParams, Shape, launch};
 
 use crate::context::{Backend, Context};
 use crate::dtype::DType;
+use crate::error::{Error, Result};
 use crate::view::View;
 
 /// Threads of a block, of the kernels that give a warp a row.
@@ -29,6 +30,45 @@ const WARPS: u64 = THREADS as u64 / 32;
 pub fn refuse_without_kernels(ctx: &Context) -> Result<(), String> {
     match ctx.backend() {
         Backend::Cuda(device) => device.has_kernels(),
+        Backend::Cpu => Err("needs a CUDA context".into()),
+    }
+}
+
+/// Environment variable that says which siblings of a kernel run where there are several, for tests and benchmarks: `mma`, which every
+/// architecture has, or `hopper`, those in the files `*_sm90.cu` wherever they can run. Read when a context is made.
+const VARIABLE: &str = "PAGEDKV_CUDA_KERNELS";
+
+/// Files of kernels for sm_90a that run without being asked for: those that a record of a card (`ctests/bench/record`) shows to be right, and
+/// faster than their siblings.
+const PROVEN: &[&str] = &[];
+
+/// What [`VARIABLE`] says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Siblings {
+    Proven,
+    Mma,
+    Hopper,
+}
+
+impl Siblings {
+    fn chosen() -> Result<Self> {
+        match std::env::var(VARIABLE).as_deref() {
+            Err(_) => Ok(Siblings::Proven),
+            Ok("mma") => Ok(Siblings::Mma),
+            Ok("hopper") => Ok(Siblings::Hopper),
+            Ok(other) => Err(Error::value(VARIABLE, format!("is \"{other}\", must be mma or hopper"))),
+        }
+    }
+
+    fn runs(self, file: &str) -> bool {
+        self == Siblings::Hopper || self == Siblings::Proven && PROVEN.contains(&file)
+    }
+}
+
+/// Why a kernel of `*_sm90.cu` does not run in its sibling's place.
+fn refuse_hopper(ctx: &Context, kernel: &Kernel) -> Result<(), String> {
+    match ctx.backend() {
+        Backend::Cuda(device) => device.runs_hopper(kernel.file),
         Backend::Cpu => Err("needs a CUDA context".into()),
     }
 }

@@ -4,7 +4,7 @@
 //! was. Nothing here synchronises but the zeroing of a new collection.
 
 use super::driver::{CuDevice, DevicePtr, Driver, Handle, SUCCESS};
-use super::image;
+use super::{Siblings, image};
 use crate::context::{Backend, Context, Level, Log};
 use crate::error::{Error, Result, Status};
 use crate::plan::Stream;
@@ -55,6 +55,7 @@ struct Inner {
     capability: (i32, i32),
     multiprocessors: u32,
     max_shared: u32,
+    siblings: Siblings,
     functions: RwLock<HashMap<&'static str, Arc<Function>>>,
     /// One lock a file: threads that meet on a cold cache compile it once.
     libraries: Mutex<HashMap<&'static str, Arc<Mutex<Option<Library>>>>>,
@@ -154,6 +155,7 @@ impl Drop for Inner {
 
 impl Device {
     pub fn open(ordinal: i32, log: &Log) -> Result<Self> {
+        let siblings = Siblings::chosen()?;
         let driver = Driver::get().map_err(|e| no_device(e, 0))?;
         // SAFETY: flags must be 0.
         let code = unsafe { (driver.cuInit)(0) };
@@ -204,6 +206,7 @@ impl Device {
             capability,
             multiprocessors,
             max_shared,
+            siblings,
             functions: RwLock::default(),
             libraries: Mutex::default(),
         })))
@@ -269,6 +272,15 @@ impl Device {
     /// Whether kernels can be had for this device at all; the reason why not is for `Impl::refuse`.
     pub fn has_kernels(&self) -> Result<(), String> {
         image::obtainable()
+    }
+
+    /// Whether kernels of a file `*_sm90.cu` run here in place of their siblings.
+    pub fn runs_hopper(&self, file: &str) -> Result<(), String> {
+        image::obtainable_for(file, self.0.capability)?;
+        match self.0.siblings.runs(file) {
+            true => Ok(()),
+            false => Err("is not proven on a card".into()),
+        }
     }
 
     fn function(&self, kernel: &'static Kernel, log: &Log) -> Result<Arc<Function>> {
