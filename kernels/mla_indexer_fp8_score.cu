@@ -10,10 +10,10 @@
 // A tile's rows may belong to several sequences (decoding: every row to its own); the block loads keys anew for each.
 #include "device/mma.cuh"
 #include "device/warp.cuh"
-#include "mla_indexer_fp8.cuh"
+#include "mla_indexer_fp8_score.cuh"
 
 namespace score {
-constexpr u32 WARPS = 4, THREADS = WARPS * WARP, KEYS = WARPS * 32, HEADS = 64, ROWS = 16, DEPTH = 128;
+constexpr u32 WARPS = 4, THREADS = WARPS * WARP, KEYS = WARPS * 32, ROWS = 16;
 // Shared memory: keys [KEYS][STRIDE] f16, twice heads [HEADS][STRIDE] f16, twice head weights [HEADS] f32, key scales
 // [KEYS] f32, where each key lies [KEYS] i64. The 8 columns more than the depth shift eight rows' 16-byte pieces to
 // different banks.
@@ -23,18 +23,8 @@ constexpr u32 WEIGHTS_AT = HEADS_AT + 2 * HEADS_BYTES, SCALES_AT = WEIGHTS_AT + 
 constexpr u32 SLOTS_AT = SCALES_AT + KEYS * 4, SHARED_BYTES = SLOTS_AT + KEYS * 8;
 static_assert(SHARED_BYTES == 71680, "src/cuda/mla_indexer_fp8.rs launches with it");
 static_assert(KEYS == THREADS, "a thread finds a key's slot");
-constexpr u32 PIECES = HEADS * DEPTH / 16 / THREADS; // of 16 codes, a thread's share of a row's heads
+static_assert(THREADS == LOADING, "all load heads");
 } // namespace score
-
-// 16 codes from `column` on, zeros past `depth`.
-PKV_DEVICE uint4 load_codes(const u8 *row, u32 column, u32 depth, bool vector) {
-    if (vector) return column < depth ? *reinterpret_cast<const uint4 *>(row + column) : uint4{0, 0, 0, 0};
-    u32 words[4] = {};
-    PKV_UNROLL
-    for (u32 i = 0; i < 16; i++)
-        if (column + i < depth) words[i / 4] |= u32(row[column + i]) << 8 * (i % 4);
-    return {words[0], words[1], words[2], words[3]};
-}
 
 // 16 codes as f16 to two 16-byte pieces of a row. Eight neighbouring lanes have eight neighbouring pairs of pieces: the
 // upper four begin with the second of theirs, so that the eight stores of a moment go to different banks.
@@ -72,25 +62,6 @@ PKV_DEVICE void load_key_tile(const MlaIndexerScoreParams &p, u8 *shared, u32 se
     }
 }
 
-struct HeadCodes {
-    uint4 codes[score::PIECES];
-    float weight;
-};
-// This thread's share of the heads first_head .. first_head + HEADS of a row, zeros past the last head.
-PKV_DEVICE void load_heads(const MlaIndexerScoreParams &p, HeadCodes &mine, u64 row, u32 first_head) {
-    using namespace score;
-    const u32 depth = p.cache.head_size, pieces = round_up(depth, 16u) / 16;
-    const u8 *q = p.q + i64(row) * p.q_token_stride;
-    PKV_UNROLL
-    for (u32 j = 0; j < PIECES; j++) {
-        const u32 i = threadIdx.x + j * THREADS, head = i / pieces, column = i % pieces * 16;
-        mine.codes[j] = uint4{0, 0, 0, 0};
-        if (head < HEADS && first_head + head < p.num_heads)
-            mine.codes[j] = load_codes(q + i64(first_head + head) * p.q_head_stride, column, depth, p.q_vector);
-    }
-    const u32 head = first_head + threadIdx.x;
-    mine.weight = threadIdx.x < HEADS && head < p.num_heads ? p.q_s[i64(row) * p.q_s_stride + head] : 0.0f;
-}
 PKV_DEVICE void store_heads(const MlaIndexerScoreParams &p, u8 *shared, u32 buffer, const HeadCodes &mine) {
     using namespace score;
     const u32 pieces = round_up(p.cache.head_size, 16u) / 16;
@@ -177,7 +148,7 @@ PKV_KERNEL(mla_indexer_fp8_score, MlaIndexerScoreParams, score::THREADS, 2) {
         }
         load_key_tile(p, shared, place.sequence, first_key, most);
         HeadCodes mine;
-        load_heads(p, mine, row, 0);
+        load_heads(p, mine, row, 0, threadIdx.x);
         store_heads(p, shared, 0, mine);
         __syncthreads();
         float total[2][2] = {};
@@ -186,7 +157,7 @@ PKV_KERNEL(mla_indexer_fp8_score, MlaIndexerScoreParams, score::THREADS, 2) {
             const bool row_done = part + 1 == head_parts;
             const u64 next_row = row_done ? row + 1 : row;
             const u32 next_part = row_done ? 0 : part + 1;
-            if (next_row < run_end) load_heads(p, mine, next_row, next_part * HEADS);
+            if (next_row < run_end) load_heads(p, mine, next_row, next_part * HEADS, threadIdx.x);
             add_heads(shared, buffer, steps, p.num_heads - part * HEADS, total);
             if (row_done) {
                 // Over the four lanes that share a key; then each lane takes one of the warp's 32 keys.

@@ -20,7 +20,7 @@
 // Beside the driver's own: pkv_emu_inject(SPEC) at run time, pkv_emu_count(name) calls of a function so far,
 // pkv_emu_count("allocations") now alive, ("contexts") references to primary contexts, ("overruns") found at frees,
 // ("kernels not launched") of those in kernels/, which are named on stderr; of the files *_sm90.cu if
-// PAGEDKV_CUDA_KERNELS is hopper, else of the others.
+// PAGEDKV_CUDA_KERNELS is hopper, else of the others; ("kernels of *_sm90.cu launched").
 #include "emu.h"
 
 #include <algorithm>
@@ -408,6 +408,9 @@ long pkv_emu_count(const char *name) {
             }
         return n;
     }
+    if (what == "kernels of *_sm90.cu launched")
+        return std::count_if(launched.begin(), launched.end(),
+                             [](const pkv_emu::Kernel *k) { return strstr(k->file, "_sm90.cu") != nullptr; });
     if (what == "contexts") {
         long n = 0;
         for (auto &c : contexts) n += c->references;

@@ -29,10 +29,19 @@ small=$(verdict $code)
 [ $code = 0 ] || status=1
 
 echo "== shapes, graphs, workspaces, damaged batches, threads"
-within 240 ./gpu_tests ${tiny:+--quick}
+within 200 ./gpu_tests ${tiny:+--quick}
 code=$?
 tests=$(verdict $code)
 [ $code = 0 ] || status=1
+
+echo "== the same with the kernels for Hopper alone"
+hopper="not this card"
+within 60 ./gpu_tests --hopper
+code=$?
+if [ $code != 77 ]; then
+    hopper=$(verdict $code)
+    [ $code = 0 ] || status=1
+fi
 
 echo "== times"
 # shellcheck disable=SC2086 -- the argument or none
@@ -67,12 +76,12 @@ driver=$(command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=name,driver_
 cat >record.json <<END
 {
 "date": "$(date -u +%Y-%m-%dT%H:%M:%SZ)", "driver": "$driver", "tiny": "$tiny",
-"gpu_check": "$small", "gpu_tests": "$tests", "gpu_bench": "$times",
+"gpu_check": "$small", "gpu_tests": "$tests", "gpu_tests_hopper": "$hopper", "gpu_bench": "$times",
 "memcheck": "$memory", "racecheck": "$races",
 "times": $(json bench.json),
 "peers": $(json peers.json)
 }
 END
 echo
-echo "tests: $small, $tests; times: $times; memcheck: $memory; racecheck: $races; record.json written"
+echo "tests: $small, $tests; Hopper kernels: $hopper; times: $times; memcheck: $memory; racecheck: $races; record.json written"
 exit $status

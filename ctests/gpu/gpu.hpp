@@ -254,10 +254,27 @@ inline pkv_context *make_context(int32_t backend) {
     }
     return ctx;
 }
+// By choose_kernels, or null.
+inline pkv_context *&chosen_context() {
+    static pkv_context *chosen = nullptr;
+    return chosen;
+}
 // One of each for the whole process.
 inline pkv_context *context(bool on_gpu) {
     static pkv_context *const both[2] = {make_context(PKV_BACKEND_CPU), make_context(PKV_BACKEND_CUDA)};
-    return both[on_gpu];
+    return on_gpu && chosen_context() ? chosen_context() : both[on_gpu];
+}
+// Whether the kernels in *_sm90.cu run in their siblings' places.
+inline bool hopper_chosen() {
+    const char *siblings = getenv("PAGEDKV_CUDA_KERNELS");
+    return siblings && strcmp(siblings, "hopper") == 0;
+}
+// From here on the GPU's context is one whose kernels are those that PAGEDKV_CUDA_KERNELS would name. No Scene may be
+// alive.
+inline void choose_kernels(const char *siblings) {
+    setenv("PAGEDKV_CUDA_KERNELS", siblings, 1);
+    pkv_context_destroy(chosen_context());
+    chosen_context() = make_context(PKV_BACKEND_CUDA);
 }
 
 class Scene {

@@ -1,11 +1,13 @@
 // Times every CUDA kernel on the first GPU with events: warm-up, then the median of many launches, inputs rotated past
 // the L2 cache, every answer checked against the CPU (whole calls at the small size, the last tokens at the large
 // ones). Beside each time what it moves and multiplies, as GB/s and TFLOP/s, and these as a part of what this card
-// copies and multiplies in the same run.
+// copies and multiplies in the same run. Where a function has kernels for this card's architecture alone, they and their
+// siblings for every one are timed one after the other.
 //
 //   gpu_bench OUT.json [--tiny]      a table on stdout; exit status as gpu_tests. --tiny: shapes for a device that is
 //   slow
 #include <ctime>
+#include <tuple>
 
 #include "gpu.hpp"
 
@@ -16,6 +18,7 @@ struct Figure {
     double microseconds = 0, bytes = 0, flops = 0, error = 0;
     size_t launches = 0, copies = 0;
     bool right = false;
+    const char *kernels = "mma"; // of PAGEDKV_CUDA_KERNELS
 };
 
 static double seconds() {
@@ -215,7 +218,7 @@ int main(int argc, char **argv) {
                  rate = matrix_rate(stream, folder + "/matrix_rate.fatbin", tiny);
     printf("device: %s, sm_%d\n%s\ncopies %.0f GB/s; mma.sync bf16 %.0f TFLOP/s\n\n", device.c_str(), capability,
            pkv_build_info(), bandwidth, rate);
-    printf("%-30s %-44s %10s %9s %6s %9s %6s  %s\n", "function", "shape", "median us", "GB/s", "copy", "TFLOP/s", "mma",
+    printf("%-30s %-44s %-7s %10s %9s %6s %9s %6s  %s\n", "function", "shape", "kernels", "median us", "GB/s", "copy", "TFLOP/s", "mma",
            "answer");
 
     const std::vector<std::pair<uint32_t, uint32_t>> few = {{40, 1}, {9, 1}, {0, 30}};
@@ -252,18 +255,25 @@ int main(int argc, char **argv) {
     };
     bool all_right = true;
     std::string json;
+    std::vector<std::tuple<Op, Shape, const char *>> all;
     for (const auto &[op, shape] : runs) {
-        const Figure f = measure(stream, op, shape, tiny, l2);
+        all.emplace_back(op, shape, "mma");
+        if (capability == 90 && (op == PREFILL || op == INDEXER)) all.emplace_back(op, shape, "hopper");
+    }
+    for (const auto &[op, shape, kernels] : all) {
+        choose_kernels(kernels);
+        Figure f = measure(stream, op, shape, tiny, l2);
+        f.kernels = kernels;
         all_right = all_right && f.right;
         const double gbs = f.bytes / f.microseconds / 1e3, tflops = f.flops / f.microseconds / 1e6;
-        printf("%-30s %-44s %10.1f %9.0f %5.0f%% %9.1f %5.0f%%  %s\n", f.name.c_str(), f.shape.c_str(), f.microseconds,
-               gbs, 100 * gbs / bandwidth, tflops, rate > 0 ? 100 * tflops / rate : 0, f.right ? "right" : "WRONG");
+        printf("%-30s %-44s %-7s %10.1f %9.0f %5.0f%% %9.1f %5.0f%%  %s\n", f.name.c_str(), f.shape.c_str(), f.kernels,
+               f.microseconds, gbs, 100 * gbs / bandwidth, tflops, rate > 0 ? 100 * tflops / rate : 0, f.right ? "right" : "WRONG");
         char line[640];
         snprintf(line, sizeof line,
-                 "%s\n    {\"function\": \"%s\", \"shape\": \"%s\", \"median_us\": %.3f, \"launches\": %zu, "
+                 "%s\n    {\"function\": \"%s\", \"shape\": \"%s\", \"kernels\": \"%s\", \"median_us\": %.3f, \"launches\": %zu, "
                  "\"input_copies\": %zu, \"gb_per_s\": %.2f, \"tflop_per_s\": %.3f, "
                  "\"of_copy\": %.4f, \"of_mma\": %.4f, \"error\": %.3e, \"right\": %s}",
-                 json.empty() ? "" : ",", f.name.c_str(), f.shape.c_str(), f.microseconds, f.launches, f.copies, gbs,
+                 json.empty() ? "" : ",", f.name.c_str(), f.shape.c_str(), f.kernels, f.microseconds, f.launches, f.copies, gbs,
                  tflops, gbs / bandwidth, rate > 0 ? tflops / rate : 0, f.error, f.right ? "true" : "false");
         json += line;
     }

@@ -3,7 +3,10 @@
 // other batches, damaged tables, many threads and two processes that start cold. After every call all of device memory
 // is compared, so that a write where none belongs shows.
 //
-//   gpu_tests [--quick | TEST...]    --quick: two of them;  exit status 0 all passed, 1 not, 77 no driver or no GPU
+//   gpu_tests [--quick | --hopper | TEST...]    exit status 0 all passed, 1 not, 77 no driver or no GPU
+//     --quick     two of them
+//     --hopper    those that tell the kernels for sm_90a from their siblings, with PAGEDKV_CUDA_KERNELS=hopper; 77 on
+//                 another card
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -198,6 +201,7 @@ static void every_kernel() {
     uint64_t seed = 700;
     for (const Case &k : cases)
         for (const Op op : k.ops) {
+            if (hopper_chosen() && op != PREFILL && op != INDEXER) continue;
             where = std::string("every_kernel, ") + NAMES[op] + " " + std::to_string(k.dtype) + " " +
                     std::to_string(k.nope);
             Shape shape = small(k.sequences);
@@ -786,11 +790,19 @@ static void processes(const char *self) {
 
 int main(int argc, char **argv) {
     std::vector<std::string> wanted;
-    bool quick = false;
+    bool quick = false, hopper = false;
     for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], "--quick") == 0) quick = true;
+        else if (strcmp(argv[i], "--hopper") == 0) hopper = true;
         else wanted.push_back(argv[i]);
+    if (hopper) {
+        setenv("PAGEDKV_CUDA_KERNELS", "hopper", 1);
+        wanted = {"every_function", "every_kernel",   "graphs",     "damaged_batches",      "queries_without_keys",
+                  "ends_of_tables", "ties_and_tails", "page_sizes", "alone_and_in_a_batch", "groups_and_windows",
+                  "scores_that_are_not_finite"};
+    }
     const std::string device = open_device();
+    if (hopper && attribute(75) * 10 + attribute(76) != 90) return 77;
     setvbuf(stdout, nullptr, _IOLBF, 0);
     printf("device: %s\n%s\n", device.c_str(), pkv_build_info());
     // First what must meet cold kernels.

@@ -49,6 +49,66 @@ fn golden_cases() {
     });
 }
 
+// ---- kernels that one architecture has, in their siblings' places ----
+
+const HOPPER: (&str, &str) = ("PAGEDKV_CUDA_KERNELS", "hopper");
+
+fn hopper_kernels_launched() -> i64 {
+    count("kernels of *_sm90.cu launched")
+}
+
+#[test]
+fn golden_cases_on_hopper_kernels() {
+    emulated("golden_cases_on_hopper_kernels", &[(BACKEND, "cuda"), HOPPER], || {
+        let ran = cases::run(&[Level::ALL[0]], |op| op == "mla_prefill_fp8" || op == "mla_indexer_ragged_fp8");
+        assert_eq!(ran.len(), 2, "{ran:?}");
+        assert!(hopper_kernels_launched() > 0);
+    });
+}
+
+#[test]
+fn odd_shapes_on_hopper_kernels() {
+    for reverse in ["0", "1"] {
+        emulated("odd_shapes_on_hopper_kernels", &[("PKV_EMU_REVERSE", reverse), HOPPER], || {
+            prefill_grid(64, 18);
+            indexer_grid(84, 12);
+            assert!(hopper_kernels_launched() > 0);
+        });
+        if in_child("odd_shapes_on_hopper_kernels") {
+            return;
+        }
+    }
+}
+
+/// Nobody gets them who does not ask for them, or whose card has them not.
+#[test]
+fn hopper_kernels_are_off() {
+    let name = "hopper_kernels_are_off";
+    for env in [vec![], vec![("PAGEDKV_CUDA_KERNELS", "mma")], vec![HOPPER, ("PKV_EMU_ARCH", "100")]] {
+        emulated(name, &env, || {
+            prefill_grid(94, 3);
+            assert_eq!(hopper_kernels_launched(), 0);
+        });
+        if in_child(name) {
+            return;
+        }
+    }
+}
+
+#[test]
+fn kernels_that_do_not_exist_are_refused() {
+    emulated("kernels_that_do_not_exist_are_refused", &[("PAGEDKV_CUDA_KERNELS", "volta")], || {
+        let mut o: pagedkv::abi::context::pkv_context_options = zeroed();
+        o.struct_size = size_of_val(&o);
+        (o.abi_version, o.backend) = (pagedkv::abi::version::PKV_ABI_VERSION, PKV_BACKEND_CUDA);
+        let mut ctx = null_mut();
+        // SAFETY: live structs.
+        let made = call(|e| unsafe { pagedkv::abi::context::pkv_context_create(&o, &mut ctx, e) });
+        let (status, argument, message) = made.unwrap_err();
+        assert_eq!((status, argument.as_str()), (PKV_ERR_VALUE, "PAGEDKV_CUDA_KERNELS"), "{message}");
+    });
+}
+
 // ---- against the CPU backend, over odd shapes ----
 
 /// One random call of each op, on both backends, over the same bytes.

@@ -17,6 +17,7 @@
 // Between the first wgmma and the wait nobody may touch d, registers of A, or A and B in shared memory. What else wrote
 // those needs fence_async_proxy (device/mbarrier.cuh). wgmma_hold(d) keeps the compiler from moving accesses to d over it.
 //
+//   operand_store_16(smem, x)                 a store of 16 bytes of an operand
 //   wgmma_m64n128k32_e4m3(d, a, b, add)       a, b: descriptors; add 0: D is not read. The products' sums keep about
 //                                             14 bits (see below)
 //   wgmma_m64n64k16<T>(d, a, b, add)          T = f16 or bf16, a a descriptor or u32[4]: products exact, sums f32
@@ -29,6 +30,13 @@
 #include "device/mbarrier.cuh"
 
 PKV_DEVICE u32 swizzle_128(u32 row, u32 byte) { return row * 128 + (byte ^ (row & 7) << 4); }
+
+PKV_DEVICE void operand_store_16(void *smem, const uint4 &x) {
+    *static_cast<uint4 *>(smem) = x;
+#ifdef PKV_EMULATE
+    pkv_emu::generic_store(smem, 16);
+#endif
+}
 
 #ifdef PKV_EMULATE
 PKV_DEVICE u32 wgmma_address(const void *smem) { return pkv_emu::shared_address(smem); }

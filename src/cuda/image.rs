@@ -207,8 +207,7 @@ mod tests {
             assert!(fault.contains(seen), "{text}: {fault}");
         }
         let of_arch = |arch| SOURCES.iter().filter(move |s| s.only.is_none_or(|only| only == arch));
-        let pairs: Vec<_> =
-            archs.split(' ').flat_map(|arch| of_arch(arch).map(move |source| (source, arch))).collect();
+        let pairs: Vec<_> = archs.split(' ').flat_map(|arch| of_arch(arch).map(move |source| (source, arch))).collect();
         let next = AtomicU64::new(0);
         let faults = std::sync::Mutex::new(Vec::new());
         let work = || {

@@ -1,25 +1,39 @@
 //! `kernels/mla_indexer_fp8.cuh` tells the two launches of a window of query rows; here are the windows, their grids and their scratch.
 
 use super::params::{BatchParams, CacheParams};
-use super::{Kernel, LaunchParams, Shape, launch, refuse_without_kernels, rows_aligned};
-use crate::context::Context;
+use super::{Kernel, LaunchParams, Shape, launch, refuse_hopper, refuse_without_kernels, rows_aligned};
+use crate::context::{Backend, Context};
 use crate::error::Result;
 use crate::op::mla_indexer_fp8::{Args, MlaIndexerFp8};
 use crate::plan::{Impl, Stream};
 use crate::workspace::{Arena, Span};
 use std::ptr::null_mut;
 
-pub const IMPLS: &[Impl<MlaIndexerFp8>] = &[Impl {
-    name: "cuda",
-    refuse,
-    layout: |_, a, arena| {
-        Scratch::take(a, arena);
+pub const IMPLS: &[Impl<MlaIndexerFp8>] = &[
+    Impl {
+        name: "cuda, sm_90a",
+        refuse: |ctx, a| {
+            refuse(ctx, a)?;
+            refuse_sm90(ctx, a)
+        },
+        layout: |_, a, arena| {
+            Scratch::take(a, arena);
+        },
+        run: |ctx, a, arena, stream| run(ctx, a, arena, stream, true),
     },
-    run,
-}];
+    Impl {
+        name: "cuda",
+        refuse,
+        layout: |_, a, arena| {
+            Scratch::take(a, arena);
+        },
+        run: |ctx, a, arena, stream| run(ctx, a, arena, stream, false),
+    },
+];
 
 static SCORE: Kernel = Kernel { file: "mla_indexer_fp8_score.cu", name: "mla_indexer_fp8_score" };
 static SCORE_PLAIN: Kernel = Kernel { file: "mla_indexer_fp8_score.cu", name: "mla_indexer_fp8_score_plain" };
+static SCORE_SM90: Kernel = Kernel { file: "mla_indexer_fp8_score_sm90.cu", name: "mla_indexer_fp8_score_sm90" };
 static SELECT: Kernel = Kernel { file: "mla_indexer_fp8_select.cu", name: "mla_indexer_fp8_select" };
 
 /// As in `mla_indexer_fp8_score.cu`.
@@ -29,6 +43,24 @@ mod score {
     pub const DEPTH: usize = 128;
     pub const THREADS: u32 = 128;
     pub const SHARED: u32 = 71680;
+}
+
+/// As in `mla_indexer_fp8_score_sm90.cu`.
+mod score_sm90 {
+    pub const KEYS: usize = 256;
+    pub const THREADS: u32 = 384;
+    pub const SHARED: u32 = 66624;
+
+    /// Blocks a multiprocessor that a launch should have, and what is then the most rows a block keeps its keys for.
+    const BLOCKS: usize = 4;
+    const MOST_ROWS: usize = 64;
+
+    /// Blocks for a window of rows. The kernel deals its rows out evenly to those that share their keys.
+    pub fn blocks(rows: usize, max_keys: usize, multiprocessors: u32) -> u32 {
+        let key_tiles = max_keys.div_ceil(KEYS);
+        let rows_each = (rows * key_tiles / (BLOCKS * multiprocessors as usize)).clamp(1, MOST_ROWS);
+        (key_tiles * rows.div_ceil(rows_each)) as u32
+    }
 }
 
 /// As in `mla_indexer_fp8_select.cu`.
@@ -91,7 +123,15 @@ fn refuse(ctx: &Context, a: &Args<'_>) -> Result<(), String> {
     Ok(())
 }
 
-fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream) -> Result<()> {
+fn refuse_sm90(ctx: &Context, a: &Args<'_>) -> Result<(), String> {
+    let depth = a.q.shape[2];
+    if depth > score::DEPTH {
+        return Err(format!("head_size {depth} is beyond {}", score::DEPTH));
+    }
+    refuse_hopper(ctx, &SCORE_SM90).map_err(|reason| format!("{} {reason}", SCORE_SM90.file))
+}
+
+fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream, sm90: bool) -> Result<()> {
     let [tokens, num_heads, depth] = a.q.shape;
     let plan = Plan::new(a);
     let scratch = Scratch::take(a, arena);
@@ -124,12 +164,17 @@ fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream) -> Result
             k_vector: u32::from(pieces),
         };
         let key_tiles = plan.max_keys.div_ceil(score::KEYS);
-        let (kernel, blocks, shared) = if depth <= score::DEPTH {
-            (&SCORE, key_tiles * rows.div_ceil(score::ROWS), score::SHARED)
-        } else {
-            (&SCORE_PLAIN, key_tiles * rows, 0)
+        let (kernel, blocks, threads, shared) = match ctx.backend() {
+            Backend::Cuda(device) if sm90 => {
+                let blocks = score_sm90::blocks(rows, plan.max_keys, device.multiprocessors());
+                (&SCORE_SM90, blocks, score_sm90::THREADS, score_sm90::SHARED)
+            }
+            _ if depth <= score::DEPTH => {
+                (&SCORE, (key_tiles * rows.div_ceil(score::ROWS)) as u32, score::THREADS, score::SHARED)
+            }
+            _ => (&SCORE_PLAIN, (key_tiles * rows) as u32, score::THREADS, 0),
         };
-        let shape = Shape { grid: [blocks as u32, 1, 1], threads: score::THREADS, shared };
+        let shape = Shape { grid: [blocks, 1, 1], threads, shared };
         // SAFETY: the struct describes the checked arguments and the scratch laid out for them.
         unsafe { launch(ctx, kernel, shape, &params, stream)? };
 
@@ -207,3 +252,25 @@ struct MlaIndexerSelectParams {
 const _: () = assert!(size_of::<MlaIndexerSelectParams>() == 136);
 // SAFETY: as above.
 unsafe impl LaunchParams for MlaIndexerSelectParams {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every block of the kernel for sm_90a finds the number of row tiles that the grid was made for, and no row is left over.
+    #[test]
+    fn blocks_of_score_sm90() {
+        for (rows, keys, multiprocessors, blocks) in [
+            (1, 1, 132, 1),
+            (64, 8192, 132, 32 * 22),
+            (2048, 8192, 132, 32 * 32),
+            (2048, 65536, 132, 256 * 32),
+            (16, 1 << 20, 132, 4096),
+            (100, 300, 1, 2 * 2),
+        ] {
+            let made = score_sm90::blocks(rows, keys, multiprocessors);
+            assert_eq!(made, blocks, "{rows} rows, {keys} keys");
+            assert_eq!(made as usize % keys.div_ceil(score_sm90::KEYS), 0);
+        }
+    }
+}
