@@ -9,7 +9,7 @@
 // Strictness. A meeting that cannot complete (a lane that returned, a barrier that half the block skips, two different
 // operations at one meeting) ends the process with the kernel, block and thread; so does an ldmatrix whose rows share
 // banks of shared memory (slow, not wrong, but never meant). Dynamic shared memory starts as NaN bits. cp.async copies
-// at the wait. wgmma (wgmma_model.h) ends the process where the fence before it, the fence of the async proxy after a
+// at the wait, in reverse order at once. wgmma (wgmma_model.h) ends the process where the fence before it, the fence of the async proxy after a
 // write of its operands, or the wait after it is missing, or the threads of the warpgroup differ.
 //
 // Environment

@@ -524,23 +524,27 @@ void generic_store(const void *smem, u32 size) {
 }
 void fence_async_proxy() { worker->current->proxy_epoch++; }
 
+// The copies themselves are in async_copy.cpp, which is compiled with the sanitizers: they are the kernel's accesses.
+void async_copy(void *to, const void *from, bool valid, u32 size);
 void cp_async(void *smem, const void *gmem, bool valid, u32 size) {
     if ((reinterpret_cast<u64>(smem) | reinterpret_cast<u64>(gmem)) & (size - 1)) fail("cp.async: address not aligned");
     Fiber &me = *worker->current;
+    if (worker->reverse) {
+        async_copy(smem, gmem, valid, size);
+        generic_store(smem, size);
+    }
     me.async.push_back({smem, gmem, valid, me.async_group, size});
 }
 void cp_async_commit() { worker->current->async_group++; }
-// The copies themselves are in async_copy.cpp, which is compiled with the sanitizers: they are the kernel's accesses.
-void async_copy(void *to, const void *from, bool valid, u32 size);
 void read_piece(const u8 *from, u64 (&piece)[2]);
 void cp_async_wait(u32 newest) {
     Fiber &me = *worker->current;
     size_t done = 0;
     while (done < me.async.size() && me.async[done].group + newest < me.async_group) {
-        const AsyncCopy &copy = me.async[done];
+        const AsyncCopy &copy = me.async[done++];
+        if (worker->reverse) continue;
         async_copy(copy.to, copy.from, copy.valid, copy.size);
         generic_store(copy.to, copy.size);
-        done++;
     }
     me.async.erase(me.async.begin(), me.async.begin() + ptrdiff_t(done));
 }

@@ -70,8 +70,8 @@ fn golden_cases_on_hopper_kernels() {
 fn odd_shapes_on_hopper_kernels() {
     for reverse in ["0", "1"] {
         emulated("odd_shapes_on_hopper_kernels", &[("PKV_EMU_REVERSE", reverse), HOPPER], || {
-            prefill_grid(64, 18);
-            indexer_grid(84, 12);
+            prefill_grid(64, 12);
+            indexer_grid(84, 8);
             assert!(hopper_kernels_launched() > 0);
         });
         if in_child("odd_shapes_on_hopper_kernels") {
