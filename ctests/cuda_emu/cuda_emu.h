@@ -9,7 +9,7 @@
 // Strictness. A meeting that cannot complete (a lane that returned, a barrier that half the block skips, two different
 // operations at one meeting) ends the process with the kernel, block and thread; so does an ldmatrix whose rows share
 // banks of shared memory (slow, not wrong, but never meant). Dynamic shared memory starts as NaN bits. cp.async copies
-// at the wait, in reverse order at once. wgmma (wgmma_model.h) ends the process where the fence before it, the fence of the async proxy after a
+// at once, in reverse order at the wait. wgmma (wgmma_model.h) ends the process where the fence before it, the fence of the async proxy after a
 // write of its operands, or the wait after it is missing, or the threads of the warpgroup differ.
 //
 // Environment
@@ -81,7 +81,7 @@ void cp_async(void *smem, const void *gmem, bool valid, u32 size); // 4 or 16 by
 void cp_async_commit();
 void cp_async_wait(u32 newest);
 // Hopper. A warpgroup's wgmma reads its operands when its group is waited for, in reverse order when it is committed: a
-// tile that is not there yet, or not there any more, is read in one of them. Until the wait, d holds NaN.
+// tile that is not there yet (cp.async is late then too), or not there any more, is read in one of them. Until the wait, d holds NaN.
 u32 shared_address(const void *smem);
 void mbarrier_init(u64 *bar, u32 count);
 void mbarrier_arrive(u64 *bar);

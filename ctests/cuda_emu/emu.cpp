@@ -529,7 +529,7 @@ void async_copy(void *to, const void *from, bool valid, u32 size);
 void cp_async(void *smem, const void *gmem, bool valid, u32 size) {
     if ((reinterpret_cast<u64>(smem) | reinterpret_cast<u64>(gmem)) & (size - 1)) fail("cp.async: address not aligned");
     Fiber &me = *worker->current;
-    if (worker->reverse) {
+    if (!worker->reverse) {
         async_copy(smem, gmem, valid, size);
         generic_store(smem, size);
     }
@@ -542,7 +542,7 @@ void cp_async_wait(u32 newest) {
     size_t done = 0;
     while (done < me.async.size() && me.async[done].group + newest < me.async_group) {
         const AsyncCopy &copy = me.async[done++];
-        if (worker->reverse) continue;
+        if (!worker->reverse) continue;
         async_copy(copy.to, copy.from, copy.valid, copy.size);
         generic_store(copy.to, copy.size);
     }

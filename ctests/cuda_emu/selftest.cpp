@@ -439,7 +439,7 @@ static void meetings() {
         u32 wrong = 0;
         for (u32 i = 0; i < 256; i++) wrong += to[i] != ((i / 4) % 2 == 0 ? i ^ 8 : 0);
         const char *reverse = getenv("PKV_EMU_REVERSE");
-        const bool early = reverse && *reverse == '1'; // when copies are made
+        const bool early = !reverse || *reverse != '1'; // when copies are made
         CHECK((wrong == 0) == (wait != 0 || early), "cp.async wait %d: %u wrong", wait, wrong);
     }
 }

@@ -8,8 +8,8 @@
 //   cp_async_wait<N>()                 at most N of this thread's newest groups still under way; other threads need a
 //                                      __syncthreads too
 //
-// The emulation copies as late as it may (at the wait), in reverse order as early: a missing wait, or a buffer that is
-// still read, is seen there.
+// The emulation copies as early as it may, in reverse order as late (at the wait): a buffer that is still read, or a
+// missing wait, is seen there.
 #pragma once
 #include "device/common.cuh"
 
