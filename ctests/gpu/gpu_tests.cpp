@@ -213,7 +213,7 @@ static void every_kernel() {
             shape.head_size = k.head_size;
             shape.depth = k.depth;
             shape.top_k = k.top_k;
-            if (k.ops.size() > 1) shape.latent = 640; // more groups than the projection has stages
+            if (k.ops.size() > 1) shape.latent = 896; // more groups than the projections have stages
             if (k.nan) shape.mask = PKV_MASK_SLIDING_WINDOW_CAUSAL;
             Scene c(shape, ++seed, 0, op);
             if (k.nan) {
