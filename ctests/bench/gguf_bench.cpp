@@ -2,11 +2,11 @@
 // interleaved rounds, every ratio the median of the ratios of rounds.
 //
 //   gguf_bench [--types Q4_0,Q4_K] [--shapes 4096x4096,qkv,gemma] [-m 1,8,32] [--threads 2] [--rounds 9] [--seconds 0.03]
-//              [--weights packed,borrowed] [--peer NAME SHIM LIBRARY DIRECTORY]... [--record FILE]
+//              [--weights packed,borrowed,single] [--peer NAME SHIM LIBRARY DIRECTORY]... [--record FILE]
 //
 // Shapes: NxK is one matrix for the peers and the same rows split over Q, K and V for pagedkv; "qkv" is 4096 + 1024 + 1024 rows of 4096 columns, "gemma"
 // 1024 + 256 + 256 rows of 640. Rows are timed hot (the same weights again and again) and, up to 16 tokens, cold (copies of the weights
-// rotated past the last-level cache, as in a real decode).
+// rotated past the last-level cache, as in a real decode). "single": packed weights on one thread, to see what a second is worth.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -278,7 +278,7 @@ int main(int argc, char** argv) try {
     record << "{\n  \"build\": \"" << pkv_build_info() << "\",\n  \"threads\": " << options.threads << ",\n  \"limits\": {\"read\": " << limits.read
            << ", \"fma\": " << limits.fma << ", \"maddubs\": " << limits.maddubs << ", \"maddubs4\": " << limits.maddubs4 << "},\n  \"results\": [";
     bool first = true, wrong = false;
-    pkv::Context ctx = pkv::create_context(options.threads);
+    pkv::Context ctx = pkv::create_context(options.threads), single = pkv::create_context(1);
     int most_rows = *std::max_element(options.rows.begin(), options.rows.end());
 
     for (auto& shape : options.shapes)
@@ -291,11 +291,11 @@ int main(int argc, char** argv) try {
 
             std::vector<Contender> contenders;
             double packing = 0;  // seconds of a core for a GB, with the allocation
-            for (auto [name, flags] : {std::pair<const char*, std::uint32_t>{"packed", PKV_WEIGHT_PACK}, {"borrowed", 0u}}) {
+            for (auto [name, flags] : {std::pair<const char*, std::uint32_t>{"packed", PKV_WEIGHT_PACK}, {"borrowed", 0u}, {"single", PKV_WEIGHT_PACK}}) {
                 if (std::find(options.weights.begin(), options.weights.end(), name) == options.weights.end()) continue;
                 double start = bench::now();
-                auto impl = std::make_shared<Ours>(ctx.get(), p, copies, flags, most_rows);
-                if (flags & PKV_WEIGHT_PACK) packing = (bench::now() - start) * options.threads / (copies * p.weight_bytes() / 1e9);
+                auto impl = std::make_shared<Ours>(std::strcmp(name, "single") ? ctx.get() : single.get(), p, copies, flags, most_rows);
+                if (!std::strcmp(name, "packed")) packing = (bench::now() - start) * options.threads / (copies * p.weight_bytes() / 1e9);
                 contenders.push_back({name, [impl](int m) { impl->set_rows(m); },
                                       [impl, copies](bool every_copy) {
                                           for (unsigned c = 0; c < (every_copy ? copies : 1); c++) impl->run(c);

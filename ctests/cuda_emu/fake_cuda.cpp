@@ -320,7 +320,8 @@ Result launch(Function *f, dim3 grid, dim3 block, u32 shared, Stream *stream, vo
     if (block.x > 1024 || block.y > 1024 || block.z > 64 || u64(block.x) * block.y * block.z > f->kernel->max_threads)
         return INVALID_VALUE;
     if (shared > f->max_dynamic_shared) return INVALID_VALUE;
-    for (const char *walks : {"kv_store_", "kv_gather_", "merge_attention_", "mla_rope_", "mla_prefill_fp8_latent_"})
+    for (const char *walks : {"kv_store_", "kv_gather_", "merge_attention_", "mla_rope_", "mla_prefill_fp8_latent_",
+                              "mla_prefill_fp8_project_sm90"})
         if (strncmp(f->kernel->name, walks, strlen(walks)) == 0)
             grid.x = u32(std::min<long>(grid.x, environment("PKV_EMU_BLOCKS", 0x7fffffff)));
     const u8 *bytes = static_cast<const u8 *>(params[0]);
