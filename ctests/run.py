@@ -23,6 +23,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -50,6 +51,12 @@ class Report:
 
     def __init__(self):
         self.passed = self.failed = 0
+        self.printing = threading.Lock()
+
+    def lanes(self, *lanes):
+        """Lists of steps, each list in its order, the lists side by side: most steps leave a core idle for a while. CPU time is then that of all lanes."""
+        with concurrent.futures.ThreadPoolExecutor() as side_by_side:
+            list(side_by_side.map(lambda lane: [self.step(*step) for step in lane], lanes))
 
     def step(self, name, function, *args):
         start, used = time.monotonic(), cpu_seconds()
@@ -62,11 +69,12 @@ class Report:
             output = str(problem)
             passed, failed, note = 0, 1, ""
             verdict = "FAILED"
-        self.passed += passed
-        self.failed += failed
-        print(f"{verdict}  {name:<44} {time.monotonic() - start:7.1f} s  {cpu_seconds() - used:7.1f} s of CPU  {note}", flush=True)
-        if failed:
-            print("\n".join("    | " + line for line in output.strip().splitlines()[-150:]), flush=True)
+        with self.printing:
+            self.passed += passed
+            self.failed += failed
+            print(f"{verdict}  {name:<44} {time.monotonic() - start:7.1f} s  {cpu_seconds() - used:7.1f} s of CPU  {note}", flush=True)
+            if failed:
+                print("\n".join("    | " + line for line in output.strip().splitlines()[-150:]), flush=True)
 
     def end(self):
         """The closing line, alone on its line; the exit status."""
@@ -331,12 +339,13 @@ def test():
         report.step("cargo test", run, "cargo", "test", "--locked")
         report.step("build of the C tests", c_tests.result)
     report.step("ctest", ctest)
-    report.step("exported symbols, SONAME", exported_symbols)
-    report.step("Go example", go_example)
-    report.step("Zig example", zig_example)
-    report.step("installed package: CMake, pkg-config", installed_package)
-    report.step("CUDA kernels, emulated", emulated_cuda)
-    report.step("gpu-check, emulated", gpu_check_emulated)
+    report.lanes(
+        [("CUDA kernels, emulated", emulated_cuda),
+         ("gpu-check, emulated", gpu_check_emulated)],
+        [("exported symbols, SONAME", exported_symbols),
+         ("Go example", go_example),
+         ("Zig example", zig_example),
+         ("installed package: CMake, pkg-config", installed_package)])
     return report.end()
 
 
@@ -392,15 +401,16 @@ def pool_model():
 def sanitize():
     report = Report()
     report.step("build of the library", lambda: build_ctests(targets=["pagedkv_cargo"]))
-    report.step("CUDA kernels, accesses out of bounds", sanitized_kernels, "address", "every_kernel", "damaged_batches")
-    report.step("CUDA kernels, races", sanitized_kernels, "thread", "every_kernel")
-    report.step("build with AddressSanitizer", sanitizer_build, "address,undefined")
-    report.step("C tests, AddressSanitizer, LeakSanitizer, UBSan", lambda: ctest(
-        TARGET / "ctests-address", env={"ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:allocator_may_return_null=1", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}))
-    report.step("build with ThreadSanitizer", sanitizer_build, "thread", THREADED)
-    report.step("threaded C tests, ThreadSanitizer", lambda: ctest(
-        TARGET / "ctests-thread", "-R", "|".join(THREADED), env={"TSAN_OPTIONS": f"halt_on_error=1:second_deadlock_stack=1:suppressions={CTESTS}/sanitize/tsan.supp"}))
-    report.step("thread pool, interleavings (loom)", pool_model)
+    report.lanes(
+        [("CUDA kernels, accesses out of bounds", sanitized_kernels, "address", "every_kernel", "damaged_batches"),
+         ("CUDA kernels, races", sanitized_kernels, "thread", "every_kernel")],
+        [("build with AddressSanitizer", sanitizer_build, "address,undefined"),
+         ("C tests, AddressSanitizer, LeakSanitizer, UBSan", lambda: ctest(
+             TARGET / "ctests-address", env={"ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:allocator_may_return_null=1", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"})),
+         ("build with ThreadSanitizer", sanitizer_build, "thread", THREADED),
+         ("threaded C tests, ThreadSanitizer", lambda: ctest(
+             TARGET / "ctests-thread", "-R", "|".join(THREADED), env={"TSAN_OPTIONS": f"halt_on_error=1:second_deadlock_stack=1:suppressions={CTESTS}/sanitize/tsan.supp"})),
+         ("thread pool, interleavings (loom)", pool_model)])
     return report.end()
 
 
