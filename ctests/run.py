@@ -163,6 +163,14 @@ def cuda_home():
     return home / "nvidia/cu13"
 
 
+UNIT = {"CARGO_PROFILE_DEV_OPT_LEVEL": "0"}  # the crate once more, with its unit tests in it: quicker to compile than it would be to optimise
+
+
+def cargo_tests():
+    return (run("cargo", "test", "--locked", "--test", "*") + run("cargo", "test", "--locked", "--lib", env=UNIT)
+            + run("cargo", "test", "--locked", "--doc"))
+
+
 def host_triple():
     return re.search(r"^host: (\S+)", run("rustc", "-vV"), re.M)[1]
 
@@ -300,7 +308,7 @@ def cuda_kernels_compile():
     """The library's own call of NVRTC, the real one, for every architecture; spills, stack frames and warnings fail. NVRTC compiles one kernel
     at a time whatever the threads: two processes share the architectures."""
     def compile_for(*archs):
-        return run("cargo", "test", "--locked", "--lib", "nvrtc_takes_every_kernel", "--", "--ignored", env={"PAGEDKV_NVRTC": str(cuda_home() / "lib"), "ARCHS": " ".join(archs)})
+        return run("cargo", "test", "--locked", "--lib", "nvrtc_takes_every_kernel", "--", "--ignored", env={**UNIT, "PAGEDKV_NVRTC": str(cuda_home() / "lib"), "ARCHS": " ".join(archs)})
 
     cuda_home()
     with concurrent.futures.ThreadPoolExecutor() as side_by_side:
@@ -336,7 +344,7 @@ def test():
     with concurrent.futures.ThreadPoolExecutor() as beside:
         # The release build is one long thread of the compiler: it leaves the other cores to the Rust tests.
         c_tests = beside.submit(build_ctests)
-        report.step("cargo test", run, "cargo", "test", "--locked")
+        report.step("cargo test", cargo_tests)
         report.step("build of the C tests", c_tests.result)
     report.step("ctest", ctest)
     report.lanes(
