@@ -249,7 +249,7 @@ def gpu_folder(folder, library, matrix_rate):
     linked = [f"-I{ROOT}/include", f"-L{folder}", "-lpagedkv", "-Wl,-rpath,$ORIGIN", "-lpthread", "-ldl", "-lm", "-static-libgcc"]
     run(os.environ.get("CC", "cc"), "-std=c99", "-O2", CTESTS / "gpu/gpu_check.c", *linked, "-o", folder / "gpu_check")
     for name in ("gpu_tests", "gpu_bench"):
-        run(os.environ.get("CXX", "c++"), "-std=c++17", "-O2", CTESTS / f"gpu/{name}.cpp", *linked, "-static-libstdc++", "-o", folder / name)
+        run(os.environ.get("CXX", "c++"), "-std=c++17", "-O1", CTESTS / f"gpu/{name}.cpp", *linked, "-static-libstdc++", "-o", folder / name)
     (folder / "libpagedkv.so").unlink()
     return folder
 
