@@ -305,8 +305,8 @@ def exported_symbols():
 
 
 def cuda_kernels_compile():
-    """The library's own call of NVRTC, the real one, for every architecture; spills, stack frames and warnings fail. NVRTC compiles one kernel
-    at a time whatever the threads: two processes share the architectures."""
+    """The library's own call of NVRTC, the real one, for every architecture; spills, stack frames and warnings fail. Two
+    processes share the architectures, whatever NVRTC does with threads."""
     def compile_for(*archs):
         return run("cargo", "test", "--locked", "--lib", "nvrtc_takes_every_kernel", "--", "--ignored", env={**UNIT, "PAGEDKV_NVRTC": str(cuda_home() / "lib"), "ARCHS": " ".join(archs)})
 

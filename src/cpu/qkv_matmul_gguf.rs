@@ -309,7 +309,8 @@ impl<I: Isa, F: Format> Work for Quantised<'_, I, F> {
             let out = task.isa.rowwise::<F>(raw, groups.clone(), cols, task.acts(), count, task.scratch());
             return task.finish(groups, out);
         }
-        // Few tokens: the memory is what counts, and blocks of 32 are too short to keep it busy in one stream. Many: the activations fill the cache.
+        // Few tokens: the memory is what counts. From memory, blocks of 32 were faster in two streams, super-blocks no slower in one. Many: the
+        // activations fill the cache.
         let short = <F::Family as Family>::ELEMENTS < CHUNK;
         let streams =
             if count <= 16 && short && matches!(task.source(), Source::Packed(_)) { qgemm::STREAMS } else { 1 };

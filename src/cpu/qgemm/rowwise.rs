@@ -2,7 +2,7 @@
 //!
 //! Naively: `y[n] = sum_blocks d_block * d_x * dot(codes, codes of x)`, a row after the other. That is the order in which memory is read here, from end to
 //! end, which the hardware's prefetchers follow without help; sixteen rows side by side, as for packed weights, would have to be transposed on
-//! the way, which takes longer than the product. What naive code would lose:
+//! the way, which takes about as long as the product. What naive code would lose:
 //! * the sum over a vector's lanes: eight blocks' vectors are added up together, each stage halving their number;
 //! * taking scales apart: sixteen blocks of a row stand in for the sixteen rows of a packed group, so `Format::scales` does it for all of them at once;
 //! * the order of additions, which must be that of the other kernels, block after block in floats: the factors of sixteen rows are kept (as exact integers,
