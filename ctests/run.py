@@ -163,12 +163,9 @@ def cuda_home():
     return home / "nvidia/cu13"
 
 
-UNIT = {"CARGO_PROFILE_DEV_OPT_LEVEL": "0"}  # the crate once more, with its unit tests in it: quicker to compile than it would be to optimise
-
-
 def cargo_tests():
-    return (run("cargo", "test", "--locked", "--test", "*") + run("cargo", "test", "--locked", "--lib", env=UNIT)
-            + run("cargo", "test", "--locked", "--doc"))
+    """On the library that the C tests link, which is compiled once for both; its debug assertions hold in the sanitizers' build."""
+    return run("cargo", "test", "--locked", "--release")
 
 
 def host_triple():
@@ -308,7 +305,8 @@ def cuda_kernels_compile():
     """The library's own call of NVRTC, the real one, for every architecture; spills, stack frames and warnings fail. Two
     processes share the architectures, whatever NVRTC does with threads."""
     def compile_for(*archs):
-        return run("cargo", "test", "--locked", "--lib", "nvrtc_takes_every_kernel", "--", "--ignored", env={**UNIT, "PAGEDKV_NVRTC": str(cuda_home() / "lib"), "ARCHS": " ".join(archs)})
+        return run("cargo", "test", "--locked", "--release", "--lib", "nvrtc_takes_every_kernel", "--", "--ignored",
+                   env={"PAGEDKV_NVRTC": str(cuda_home() / "lib"), "ARCHS": " ".join(archs)})
 
     cuda_home()
     with concurrent.futures.ThreadPoolExecutor() as side_by_side:
@@ -342,7 +340,7 @@ def demo(*args):
 def test():
     report = Report()
     with concurrent.futures.ThreadPoolExecutor() as beside:
-        # The release build is one long thread of the compiler: it leaves the other cores to the Rust tests.
+        # Cargo builds for one of the two at a time; the other's tests run meanwhile.
         c_tests = beside.submit(build_ctests)
         report.step("cargo test", cargo_tests)
         report.step("build of the C tests", c_tests.result)
@@ -363,7 +361,7 @@ def check():
     report.step("cargo clippy", run, "cargo", "clippy", "--locked", "--all-targets", "--", "-D", "warnings")
     report.step("cargo clippy without CUDA", run, "cargo", "clippy", "--locked", "--no-default-features", "--all-targets", "--", "-D", "warnings")
     report.step("cargo doc", lambda: run("cargo", "doc", "--locked", "--no-deps", env={"RUSTDOCFLAGS": "-D warnings -A rustdoc::private-intra-doc-links"}))
-    report.step("header as generated, and its changelog", run, "cargo", "test", "--locked", "--test", "header")
+    report.step("header as generated, and its changelog", run, "cargo", "test", "--locked", "--release", "--test", "header")
     report.step("CUDA kernels, NVRTC, every architecture", cuda_kernels_compile)
     report.step("build of the library", lambda: build_ctests(targets=["pagedkv_cargo"]))
     report.step("exported symbols, SONAME", exported_symbols)
@@ -375,13 +373,13 @@ THREADED = ["c_concurrent", "c_callbacks"]
 
 
 def sanitizer_build(sanitizer, targets=()):
-    """The library and the C tests, both under one sanitizer. A stable compiler takes -Z flags with RUSTC_BOOTSTRAP; the standard
+    """The library and the C tests, both under one sanitizer, not optimised: it takes longer to optimise than to run. A stable compiler takes -Z flags with RUSTC_BOOTSTRAP; the standard
     library is the one that comes with it, so ThreadSanitizer does not see inside its precompiled parts (see sanitize/tsan.supp)."""
     rust = "address" if sanitizer.startswith("address") else sanitizer
     build = TARGET / f"ctests-{rust}"
     flags = f"-Zsanitizer={rust} -Cunsafe-allow-abi-mismatch=sanitizer"
     build_ctests(build, "-DCMAKE_BUILD_TYPE=Debug", f"-DPAGEDKV_SANITIZE={sanitizer}", f"-DPAGEDKV_CARGO_TARGET_DIR={TARGET}/{rust}", f"-DPAGEDKV_RUST_TARGET={host_triple()}",
-                 "-DPAGEDKV_CARGO_PROFILE=dev", f"-DPAGEDKV_CARGO_ENV=RUSTC_BOOTSTRAP=1;RUSTFLAGS={flags}", targets=targets)
+                 "-DPAGEDKV_CARGO_PROFILE=dev", f"-DPAGEDKV_CARGO_ENV=RUSTC_BOOTSTRAP=1;CARGO_PROFILE_DEV_OPT_LEVEL=0;RUSTFLAGS={flags}", targets=targets)
     marker = {"address": "__asan_init", "thread": "__tsan_init"}[rust]
     if marker not in run("nm", "-D", build / "pagedkv/lib/libpagedkv.so"):
         raise Failed(f"{marker} is not in the library: it was built without the sanitizer")
