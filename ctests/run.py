@@ -373,8 +373,8 @@ THREADED = ["c_concurrent", "c_callbacks"]
 
 
 def sanitizer_build(sanitizer, targets=()):
-    """The library and the C tests, both under one sanitizer, not optimised: it takes longer to optimise than to run. A stable compiler takes -Z flags with RUSTC_BOOTSTRAP; the standard
-    library is the one that comes with it, so ThreadSanitizer does not see inside its precompiled parts (see sanitize/tsan.supp)."""
+    """The library and the C tests, both under one sanitizer, not optimised: it takes longer to optimise than to run. A stable compiler takes -Z flags
+    with RUSTC_BOOTSTRAP; the standard library is the one that comes with it, so ThreadSanitizer does not see inside its precompiled parts (see sanitize/tsan.supp)."""
     rust = "address" if sanitizer.startswith("address") else sanitizer
     build = TARGET / f"ctests-{rust}"
     flags = f"-Zsanitizer={rust} -Cunsafe-allow-abi-mismatch=sanitizer"

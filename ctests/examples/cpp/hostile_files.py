@@ -75,7 +75,7 @@ def main():
         for _ in range(options.count):
             at, value = random.randrange(4, header - 8), random.choice(EXTREMES)
             check(data[:at] + value.to_bytes(8, "little") + data[at + 8:], f"{value:#x} at byte {at}")
-        for _ in range(min(options.count // 100, 3)):  # in the weights: only a whole run sees these
+        for _ in range(max(1, options.count // 100)):  # in the weights: only a whole run sees these
             damaged = bytearray(data)
             for _ in range(2000):
                 damaged[random.randrange(header, len(data))] ^= 1 << random.randrange(8)
