@@ -10,7 +10,7 @@ use std::process::Command;
 mod cuda;
 
 fn main() {
-    cuda::embed_kernels();
+    let cuda = cuda::embed_kernels();
     println!("cargo::rerun-if-changed=cmake/build.rs");
 
     // The SONAME carries the major version: what breaks the ABI changes the name that programs ask the loader for.
@@ -19,10 +19,10 @@ fn main() {
         println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libpagedkv.so.{major}");
     }
 
-    // Read by `pkv_build_info`; a source archive has no git directory.
-    if let Some(commit) = git(&["describe", "--always", "--dirty", "--match=v*"]) {
-        println!("cargo::rustc-env=PAGEDKV_GIT={commit}");
-    }
+    // Part of `pkv_build_info`; a source archive has no git directory.
+    let commit = git(&["describe", "--always", "--dirty", "--match=v*"]).unwrap_or("no git".to_owned());
+    let arch = env::var("CARGO_CFG_TARGET_ARCH").expect("cargo sets it");
+    println!("cargo::rustc-env=PAGEDKV_BUILD=({commit}), {arch}, {cuda}");
     for file in ["HEAD", "logs/HEAD"] {
         if let Some(path) = git(&["rev-parse", "--git-path", file]).filter(|path| std::path::Path::new(path).exists()) {
             println!("cargo::rerun-if-changed={path}");

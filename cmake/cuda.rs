@@ -10,10 +10,11 @@ use std::process::Command;
 /// Beside the machine code, PTX of the lowest for cards that are not listed. A file `*_sm90.cu` is for 90a alone.
 const ARCHS: [&str; 5] = ["80", "89", "90a", "100a", "120a"];
 
-pub fn embed_kernels() {
+/// Says in a few words how the library comes by its kernels.
+pub fn embed_kernels() -> String {
     println!("cargo::rerun-if-changed=cmake/cuda.rs");
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
-        return;
+        return "no CUDA".to_owned();
     }
     let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("kernels");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
@@ -44,6 +45,14 @@ pub fn embed_kernels() {
         "pub static HEADERS: &[(&str, &str)] = &[\n{headers}];\npub static SOURCES: &[Source] = &[\n{sources}];\n"
     );
     fs::write(out.join("kernels.rs"), text).expect("OUT_DIR is writable");
+    if fatbin { format!("CUDA sm_{}", chosen_archs().join(" sm_")) } else { "CUDA compiled at run time".to_owned() }
+}
+
+fn chosen_archs() -> Vec<String> {
+    println!("cargo::rerun-if-env-changed=PAGEDKV_CUDA_ARCHS");
+    let chosen = env::var("PAGEDKV_CUDA_ARCHS").unwrap_or_default();
+    let archs: Vec<&str> = if chosen.is_empty() { ARCHS.to_vec() } else { chosen.split_whitespace().collect() };
+    archs.into_iter().map(str::to_owned).collect()
 }
 
 fn files_of(directory: &Path) -> Vec<PathBuf> {
@@ -59,10 +68,8 @@ fn files_of(directory: &Path) -> Vec<PathBuf> {
 /// Nothing where the file is for an architecture that is not built for.
 fn compile(root: &Path, source: &Path, out: &Path, only: Option<&str>) -> Option<PathBuf> {
     println!("cargo::rerun-if-env-changed=CUDA_HOME");
-    println!("cargo::rerun-if-env-changed=PAGEDKV_CUDA_ARCHS");
-    let chosen = env::var("PAGEDKV_CUDA_ARCHS").unwrap_or_default();
-    let mut archs: Vec<&str> = if chosen.is_empty() { ARCHS.to_vec() } else { chosen.split_whitespace().collect() };
-    archs.retain(|arch| only.is_none_or(|only| only == *arch));
+    let mut archs = chosen_archs();
+    archs.retain(|arch| only.is_none_or(|only| only == arch));
     if archs.is_empty() {
         return None;
     }

@@ -111,7 +111,7 @@ impl Context {
         };
         let ctx = Context { id: NEXT.fetch_add(1, Ordering::Relaxed), log, isa, threads, backend };
         if ctx.log.enabled(Level::Info) {
-            let message = format!("{}; {} threads", crate::build_info(), ctx.num_threads());
+            let message = format!("{}; {} threads", crate::build_info().to_string_lossy(), ctx.num_threads());
             ctx.log.write(Level::Info, "context", &message);
         }
         Ok(ctx)

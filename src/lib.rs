@@ -49,10 +49,31 @@ pub mod view;
 pub mod weight;
 pub mod workspace;
 
-/// One line for bug reports.
-fn build_info() -> String {
-    let isa = cpu::isa::Isa::detect().map_or("unknown", |isa| isa.level().name());
-    let cuda = if cfg!(feature = "cuda") { "CUDA at run time" } else { "no CUDA" };
-    let git = option_env!("PAGEDKV_GIT").unwrap_or("no git");
-    format!("pagedkv {} ({git}), {} CPU kernels: {isa}, {cuda}", env!("CARGO_PKG_VERSION"), std::env::consts::ARCH)
+use std::ffi::CStr;
+
+use cpu::isa::{Isa, Level};
+
+/// One line for bug reports. A constant for each instruction set: threads that ask first at the same time share nothing.
+fn build_info() -> &'static CStr {
+    macro_rules! line {
+        ($isa:literal) => {
+            const {
+                let line = concat!(
+                    concat!("pagedkv ", env!("CARGO_PKG_VERSION"), " ", env!("PAGEDKV_BUILD")),
+                    concat!(", CPU kernels: ", $isa, "\0")
+                );
+                match CStr::from_bytes_with_nul(line.as_bytes()) {
+                    Ok(line) => line,
+                    Err(_) => panic!("the build's description holds a NUL"),
+                }
+            }
+        };
+    }
+    match Isa::detect().map(Isa::level) {
+        Ok(Level::Reference) => line!("reference"),
+        Ok(Level::Scalar) => line!("scalar"),
+        Ok(Level::Avx2) => line!("avx2"),
+        Ok(Level::Avx512) => line!("avx512"),
+        Err(_) => line!("unknown"),
+    }
 }

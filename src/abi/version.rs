@@ -1,7 +1,6 @@
 //! Versions.
 
-use std::ffi::{CString, c_char};
-use std::sync::OnceLock;
+use std::ffi::c_char;
 
 pub const PKV_VERSION_MAJOR: u32 = 0;
 pub const PKV_VERSION_MINOR: u32 = 1;
@@ -24,6 +23,5 @@ pub extern "C" fn pkv_version() -> *const c_char {
 /// One line for bug reports: version, git commit, CPU kernels chosen, CUDA archs built. Never NULL, never freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn pkv_build_info() -> *const c_char {
-    static INFO: OnceLock<CString> = OnceLock::new();
-    INFO.get_or_init(|| CString::new(crate::build_info()).unwrap_or_default()).as_ptr()
+    crate::build_info().as_ptr()
 }
