@@ -152,8 +152,8 @@ fn run<I: Isa>(ctx: &Context, isa: I, a: &Args<'_>, scratch: &Scratch) -> Result
         (&a.v, cache_sink(&a.v_cache, scratch.staged[1])),
     ];
     let row_groups = |i: usize| jobs[i].0.weight.rows.div_ceil(ROWS);
-    // Split by shapes alone. Enough tasks for any machine's cores, each long enough to be worth claiming.
-    let per_task = ((0..3).map(row_groups).sum::<usize>() / 32).clamp(1, 4);
+    // Split by shapes alone. Enough tasks for any machine's cores, each long enough to be worth claiming, of whole pairs of streams.
+    let per_task = 1 << ((0..3).map(row_groups).sum::<usize>() / 32).clamp(1, 4).ilog2();
     let tokens = needed.map(|l| Tokens::new(count, cols, l.bytes()));
     let tasks: [usize; 3] = std::array::from_fn(|i| row_groups(i).div_ceil(per_task) * tokens[i].blocks());
     ctx.threads.run_with_lane(tasks.iter().sum(), |lane, mut i| {

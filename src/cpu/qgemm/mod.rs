@@ -381,6 +381,10 @@ pub fn row_groups<'s, I: Isa, F: Format>(
             let mut streams = [Stream::<F::Block> { blocks: &[], next: std::ptr::null() }; STREAMS];
             for ((group, packed), s) in groups.clone().zip(packed.iter_mut()).zip(&mut streams) {
                 *s = stream::<I, F>(isa, source, group, nb, first, groups.len() - 1, packed.of(count));
+                // The row's last chunk may be shorter than the one that follows.
+                for slot in count..per_chunk {
+                    prefetch(isa, s.next.wrapping_add(slot), 0, 1);
+                }
             }
             <F::Family as Family>::fused::<I, F>(isa, &streams[..groups.len()], scales, &acts[0], out);
             continue;
