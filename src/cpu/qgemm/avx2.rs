@@ -261,7 +261,8 @@ macro_rules! weights {
     };
 }
 
-/// Four steps: 64 bytes of weights and 16 bytes of activations each.
+/// Four steps: 64 bytes of weights and 16 bytes of activations each. Aligned for four tokens, where the time goes: on a Zen 3 the same code lay 10 % slower
+/// at one address than at another.
 macro_rules! four_steps {
     ($mul:literal, $add:literal, $nt:tt, $w:ident, $a:ident, $acc:ident) => {
         // SAFETY: reads 256 bytes at `w` and 64 at `a`, which the references cover; the registers are declared.
@@ -297,6 +298,7 @@ macro_rules! four_steps {
         c20 = inout(ymm_reg) $acc[2][0], c21 = inout(ymm_reg) $acc[2][1],
         options(pure, readonly, nostack, preserves_flags)) };
     (@ 4, $mul:literal, $add:literal, $w:ident, $a:ident, $acc:ident) => { asm!(
+        ".p2align 5",
         weights!("0"), token!($mul, $add, "0", "c00", "c01"), token!($mul, $add, "4", "c10", "c11"),
         token!($mul, $add, "8", "c20", "c21"), token!($mul, $add, "12", "c30", "c31"),
         weights!("64"), token!($mul, $add, "16", "c00", "c01"), token!($mul, $add, "20", "c10", "c11"),
