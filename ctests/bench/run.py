@@ -4,13 +4,14 @@
     python3 ctests/run.py bench [--no-peers] [--no-record] [options of gguf_bench.cpp]     the GGUF QKV projection
     python3 ctests/run.py bench mla [--no-record] [options of mla_bench.py]                the FP8 MLA kernels, store, gather, merge
 
-Peers, as their registries serve them, pinned: ik_llama.cpp's ggml (PyPI ik-llama-cpp-python) and llama.cpp's (npm @node-llama-cpp/linux-x64, where npm is
-installed); for the MLA kernels PyTorch (PyPI torch, 5 GB with what it depends on; PAGEDKV_TORCH_PYTHON names a Python that has it already). Nothing else may be busy on the machine: a second busy process halves a two-thread run.
+Peers, as their registries serve them, pinned: ik_llama.cpp's ggml (PyPI ik-llama-cpp-python), llama.cpp's (npm @node-llama-cpp/linux-x64, where npm is
+installed) and Modular's MAX (PyPI max-core and the Mojo compiler, 1 GB); for the MLA kernels PyTorch (PyPI torch, 5 GB with what it depends on; PAGEDKV_TORCH_PYTHON names a Python that has it already). Nothing else may be busy on the machine: a second busy process halves a two-thread run.
 """
 
 import datetime
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,6 +25,7 @@ BENCH = runner.CTESTS / "bench"
 BUILD = runner.TARGET / "bench"
 IK = ("ik-llama-cpp-python", "0.1.5")
 MAINLINE = ("@node-llama-cpp/linux-x64", "3.22.1")
+MAX = ("max-core==26.7.0", "max-mojo-libs==26.7.0", "mojo-compiler==1.2.0", "mojo-compiler-mojo-libs==1.2.0")
 TORCH = ("torch==2.15.0", "numpy==2.4.6")
 
 
@@ -48,6 +50,23 @@ def fetch_mainline(folder):
     return folder / shown.strip().splitlines()[-1]
 
 
+def max_kernels():
+    """peer_max.mojo as a shared library, by the Mojo compiler. The packages hold native programs: any Python unpacks them."""
+    home, kernels = runner.TOOLS / MAX[0].replace("==", "-"), BUILD / "peer_max_kernels.so"
+    if not home.exists():
+        part = runner.TOOLS / f"{home.name}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        runner.run(*runner.pip(), "install", "--quiet", "--no-deps", "--only-binary", ":all:", "--python-version", "3.12", "--platform", "manylinux_2_34_x86_64",
+                   "--target", part, *MAX, env={"PIP_ROOT_USER_ACTION": "ignore"})
+        part.rename(home)
+    source, root = BENCH / "peer_max.mojo", home / "modular"
+    if not kernels.exists() or kernels.stat().st_mtime < source.stat().st_mtime:
+        runner.run(root / "bin/mojo", "build", "-O3", "--emit", "shared-lib", source, "-o", kernels, env={
+            "MODULAR_MAX_PACKAGE_ROOT": str(root), "MODULAR_MOJO_MAX_PACKAGE_ROOT": str(root),
+            "MODULAR_MOJO_MAX_DRIVER_PATH": str(root / "bin/mojo"), "MODULAR_MOJO_MAX_IMPORT_PATH": str(root / "lib/mojo")})
+    return kernels
+
+
 def peers():
     """--peer options for the driver, and the folders its libraries need."""
     options, folders = [], []
@@ -64,6 +83,10 @@ def peers():
         options += ["--peer", "mainline", BUILD / "peer_mainline.so", next(p for p in folder.glob("libggml.*so*")), folder]
     except (runner.Failed, StopIteration) as problem:
         print(f"without mainline llama.cpp: {problem}")
+    try:
+        options += ["--peer", "max", BUILD / "peer_max.so", max_kernels(), BUILD]
+    except runner.Failed as problem:
+        print(f"without MAX: {problem}")
     return options, folders
 
 
@@ -92,8 +115,8 @@ def build():
     soname.symlink_to(library_file)
     compiler = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-Wall", "-Wextra", "-I", runner.ROOT / "include", "-I", runner.CTESTS / "examples/cpp"]
     runner.run(*compiler, BENCH / "gguf_bench.cpp", "-o", BUILD / "gguf_bench", soname, f"-Wl,-rpath,{BUILD}", "-ldl", "-lpthread")
-    for name, define in (("ik", ["-DPEER_IK"]), ("mainline", [])):
-        runner.run(*compiler, *define, "-fPIC", "-shared", BENCH / "peer_ggml.cpp", "-o", BUILD / f"peer_{name}.so", "-ldl")
+    for name, source in (("ik", ["-DPEER_IK", BENCH / "peer_ggml.cpp"]), ("mainline", [BENCH / "peer_ggml.cpp"]), ("max", [BENCH / "peer_max.cpp"])):
+        runner.run(*compiler, *source, "-fPIC", "-shared", "-o", BUILD / f"peer_{name}.so", "-ldl")
 
 
 def processor():
