@@ -929,22 +929,6 @@ macro_rules! by_tokens {
     };
 }
 
-/// The same for the fused kernels.
-macro_rules! fused {
-    ($streams:ident, $out:ident, |$nt:ident| $call:expr) => {
-        // SAFETY: an `Avx2` exists only where the CPU has these features.
-        unsafe {
-            if $out.len() == $streams.len() {
-                const $nt: usize = 1;
-                $call
-            } else {
-                const $nt: usize = 2;
-                $call
-            }
-        }
-    };
-}
-
 impl Isa for Avx2 {
     type V = V;
     type Narrow = Self;
@@ -996,7 +980,7 @@ impl Isa for Avx2 {
         // SAFETY: an `Avx2` exists only where the CPU has these features.
         unsafe { rowwise::avx2::row_groups::<F>(self, raw, groups, cols, acts, tokens, scratch) }
     }
-    const FUSED: usize = 2;
+    const FUSED: usize = 4;
 
     #[inline(always)]
     fn fused_byte_blocks<F: Format>(
@@ -1006,7 +990,7 @@ impl Isa for Avx2 {
         acts: &ByteActs,
         out: &mut [[f32; 16]],
     ) {
-        fused!(streams, out, |NT| fused_byte_blocks::<F, NT>(self, streams, scales, acts, out));
+        fused!(streams, out, [1 2 3 4], |NT| fused_byte_blocks::<F, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn fused_byte_super<F: Format, const SUBS: usize>(
@@ -1016,7 +1000,7 @@ impl Isa for Avx2 {
         acts: &SuperActs,
         out: &mut [[f32; 16]],
     ) {
-        fused!(streams, out, |NT| fused_byte_super::<F, SUBS, NT>(self, streams, scales, acts, out));
+        fused!(streams, out, [1 2], |NT| fused_byte_super::<F, SUBS, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn fused_word_blocks<F: Format>(
@@ -1026,7 +1010,7 @@ impl Isa for Avx2 {
         acts: &WordActs,
         out: &mut [[f32; 16]],
     ) {
-        fused!(streams, out, |NT| fused_word_blocks::<F, NT>(self, streams, scales, acts, out));
+        fused!(streams, out, [1 2 3 4], |NT| fused_word_blocks::<F, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn quantise(self, x: &[f32; CHUNK], act_block: usize, out: &mut Codes) {

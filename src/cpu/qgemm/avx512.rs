@@ -591,22 +591,6 @@ macro_rules! by_tokens {
     }};
 }
 
-/// The same for the fused kernels.
-macro_rules! fused {
-    ($streams:ident, $out:ident, |$nt:ident| $call:expr) => {
-        // SAFETY: an `Avx512` exists only where the CPU has these features.
-        unsafe {
-            if $out.len() == $streams.len() {
-                const $nt: usize = 1;
-                $call
-            } else {
-                const $nt: usize = 2;
-                $call
-            }
-        }
-    };
-}
-
 impl Isa for Avx512 {
     type V = W;
     type Narrow = Avx2;
@@ -679,7 +663,7 @@ impl Isa for Avx512 {
         acts: &ByteActs,
         out: &mut [[f32; 16]],
     ) {
-        fused!(streams, out, |NT| fused_byte_blocks::<F, NT>(self, streams, scales, acts, out));
+        fused!(streams, out, [1 2], |NT| fused_byte_blocks::<F, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn fused_byte_super<F: Format, const SUBS: usize>(
@@ -689,7 +673,7 @@ impl Isa for Avx512 {
         acts: &SuperActs,
         out: &mut [[f32; 16]],
     ) {
-        fused!(streams, out, |NT| fused_byte_super::<F, SUBS, NT>(self, streams, scales, acts, out));
+        fused!(streams, out, [1 2], |NT| fused_byte_super::<F, SUBS, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn fused_word_blocks<F: Format>(
@@ -699,7 +683,7 @@ impl Isa for Avx512 {
         acts: &WordActs,
         out: &mut [[f32; 16]],
     ) {
-        fused!(streams, out, |NT| fused_word_blocks::<F, NT>(self, streams, scales, acts, out));
+        fused!(streams, out, [1 2], |NT| fused_word_blocks::<F, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn prefetch(self, p: *const u8) {

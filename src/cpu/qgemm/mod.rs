@@ -24,6 +24,23 @@ macro_rules! each {
     ([$($v:expr),*] $name:ident => $e:expr) => { [$({ let $name = $v; $e }),*] };
 }
 
+/// Evaluates a call of a fused kernel with the number of tokens, one of those listed, as a constant.
+#[cfg(target_arch = "x86_64")]
+macro_rules! fused {
+    ($streams:ident, $out:ident, [$($n:literal)*], |$nt:ident| $call:expr) => {
+        // SAFETY: for methods of the proof of an instruction set, which is all that the kernels want.
+        unsafe {
+            match $out.len() / $streams.len() {
+                $($n => {
+                    const $nt: usize = $n;
+                    $call
+                })*
+                _ => unreachable!("more tokens than FUSED"),
+            }
+        }
+    };
+}
+
 pub mod activations;
 #[cfg(target_arch = "x86_64")]
 pub mod avx2;
@@ -92,7 +109,7 @@ pub trait Isa: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Up to so many tokens, blocks are unpacked in registers, without the detour through a tile.
+    /// Up to so many tokens (or the family's [`Family::FUSED`]), blocks are unpacked in registers, without the detour through a tile.
     const FUSED: usize = 0;
     // `out[stream][token][row] += ...`, the streams advancing together.
     fn fused_byte_blocks<F: Format>(
@@ -370,7 +387,7 @@ pub fn row_groups<'s, I: Isa, F: Format>(
 ) -> &'s mut [[f32; ROWS]] {
     let nb = blocks_per_row::<F>(cols);
     let per_chunk = CHUNK / <F::Family as Family>::ELEMENTS;
-    let fused = tokens <= I::FUSED;
+    let fused = tokens <= I::FUSED.min(<F::Family as Family>::FUSED);
     let Scratch { tile, scales, packed, out, .. } = scratch;
     let out = &mut out[..groups.len() * tokens];
     out.fill([0.0; ROWS]);
