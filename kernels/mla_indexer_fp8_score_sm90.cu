@@ -9,7 +9,7 @@
 // (device/wgmma.cuh), and scores would be off by more than they may. The sum over k may run in any order as long as A and
 // B agree: of 16 codes, byte 4 t + i is element 2 t + i for i < 2, else 2 t + i + 6, so that a thread's share of a key's
 // 16 codes is one word.
-#include "device/warp.cuh"
+#include "device/ring.cuh"
 #include "device/wgmma.cuh"
 #include "mla_indexer_fp8_score.cuh"
 
@@ -19,7 +19,7 @@ constexpr u32 GROUP = 128, MULTIPLYING = 2, THREADS = (MULTIPLYING + 1) * GROUP,
 static_assert(LOADING == GROUP && KEYS == MULTIPLYING * 128, "a warpgroup loads, a warpgroup has 128 keys");
 // Shared memory: stages of heads, two tiles [64][64] f16 each, swizzled; of head weights [64] f32; barriers.
 constexpr u32 TILE_BYTES = HEADS * 128, STAGE_BYTES = 2 * TILE_BYTES, WEIGHTS_AT = STAGES * STAGE_BYTES;
-constexpr u32 BARRIERS_AT = WEIGHTS_AT + STAGES * HEADS * 4, SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8;
+constexpr u32 RING_AT = WEIGHTS_AT + STAGES * HEADS * 4, SHARED_BYTES = RING_AT + Ring<STAGES>::BYTES;
 static_assert(SHARED_BYTES == 66624, "src/cuda/mla_indexer_fp8.rs launches with it");
 constexpr u32 STEPS = DEPTH / 16;
 
@@ -87,7 +87,7 @@ PKV_DEVICE void store_heads(const MlaIndexerScoreParams &p, u8 *shared, u32 slot
 
 PKV_DEVICE void load(const MlaIndexerScoreParams &p, u8 *shared) {
     using namespace score_sm90;
-    u64 *full = reinterpret_cast<u64 *>(shared + BARRIERS_AT), *empty = full + STAGES;
+    const Ring<STAGES> ring(shared + RING_AT);
     const u32 thread = threadIdx.x % GROUP, parts = ceil_div(p.num_heads, HEADS);
     if (p.cache.head_size <= DEPTH - 16) { // columns that nothing else is written to
         for (u32 i = thread * 16; i < WEIGHTS_AT; i += GROUP * 16) operand_store_16(shared + i, uint4{0, 0, 0, 0});
@@ -107,12 +107,9 @@ PKV_DEVICE void load(const MlaIndexerScoreParams &p, u8 *shared) {
             }
             if (row < run.end_row) load_heads(p, next, row, part * HEADS, thread);
             const u32 slot = step % STAGES;
-            mbarrier_wait(empty + slot, (step / STAGES & 1) ^ 1);
+            ring.wait_empty(step);
             store_heads(p, shared, slot, mine, thread);
-            fence_async_proxy();
-            __syncwarp();
-            if (lane_id() == 0) mbarrier_arrive(full + slot);
-            step++;
+            ring.announce(step++);
         }
     });
 }
@@ -131,7 +128,7 @@ PKV_DEVICE u32 load_word(const u8 *row, u32 column, u32 depth, bool vector) {
 
 PKV_DEVICE void multiply(const MlaIndexerScoreParams &p, u8 *shared) {
     using namespace score_sm90;
-    u64 *full = reinterpret_cast<u64 *>(shared + BARRIERS_AT), *empty = full + STAGES;
+    const Ring<STAGES> ring(shared + RING_AT);
     const u32 lane = lane_id(), parts = ceil_div(p.num_heads, HEADS), depth = p.cache.head_size;
     // Key 64 m + 8 i + `warp_key` of the block is in row 8 i of this lane's fragments of A number m.
     const u32 warp_key = threadIdx.x / GROUP * 128 + warp_id() % 4 * 16 + lane / 4;
@@ -167,7 +164,7 @@ PKV_DEVICE void multiply(const MlaIndexerScoreParams &p, u8 *shared) {
         PKV_UNROLL_NO
         for (u64 row = run.first_row; row < run.end_row; step++) {
             const u32 slot_of_step = step % STAGES;
-            mbarrier_wait(full + slot_of_step, step / STAGES & 1);
+            ring.wait_full(step);
             const u8 *stage = shared + slot_of_step * STAGE_BYTES;
             const float *weights = reinterpret_cast<const float *>(shared + WEIGHTS_AT) + slot_of_step * HEADS;
             wgmma_hold(dot[0]);
@@ -196,8 +193,7 @@ PKV_DEVICE void multiply(const MlaIndexerScoreParams &p, u8 *shared) {
                     }
                 }
             }
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(empty + slot_of_step);
+            ring.release(step);
             if (++part < parts) continue;
             part = 0;
             float mine = 0.0f;
@@ -221,11 +217,7 @@ PKV_DEVICE void multiply(const MlaIndexerScoreParams &p, u8 *shared) {
 PKV_KERNEL(mla_indexer_fp8_score_sm90, MlaIndexerScoreParams, score_sm90::THREADS, 1) {
     using namespace score_sm90;
     PKV_DYNAMIC_SHARED(u8, shared);
-    u64 *full = reinterpret_cast<u64 *>(shared + BARRIERS_AT), *empty = full + STAGES;
-    if (threadIdx.x < STAGES) {
-        mbarrier_init(full + threadIdx.x, GROUP / WARP);
-        mbarrier_init(empty + threadIdx.x, MULTIPLYING * GROUP / WARP);
-    }
+    Ring<STAGES>(shared + RING_AT).init(threadIdx.x, GROUP / WARP, MULTIPLYING * GROUP / WARP);
     __syncthreads();
     if (threadIdx.x < MULTIPLYING * GROUP) multiply(p, shared);
     else load(p, shared);

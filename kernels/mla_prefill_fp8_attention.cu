@@ -16,105 +16,7 @@
 // before a tile that some row sees in part is multiplied, what is not finite in its V is added to the rows that do see
 // it, and then zeroed.
 #include "device/mma.cuh"
-#include "device/vector.cuh"
-#include "device/warp.cuh"
-#include "mla_prefill_fp8.cuh"
-
-constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.693147180559945309f;
-
-#ifdef PKV_EMULATE
-PKV_DEVICE float fast_exp2(float x) { return std::exp2(x); }
-#else
-PKV_DEVICE float fast_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-#endif
-
-// ---- which rows, which keys ----
-
-// A block's rows are of one sequence. Sequence b gets the tiles from row_offsets[b] / TILE + b on, which leaves room
-// for every start and can be searched; some tiles stay empty.
-PKV_DEVICE u64 first_tile_of(const u32 *row_offsets, u32 b, u32 tile) { return u64(row_offsets[b]) / tile + b; }
-
-struct QueryTile {
-    u64 first_token;
-    u32 rows;      // 0: nothing to do
-    u64 position;  // of the first
-    u64 key_row;   // buffer row of key 0
-    u64 key_first; // position of key 0
-    u32 keys;
-};
-
-PKV_DEVICE QueryTile find_tile(const MlaPrefillAttentionParams &p, u64 tile, u32 tile_rows) {
-    QueryTile t{};
-    const u32 *offsets = p.batch.row_offsets;
-    u32 lo = 0, hi = p.batch.batch_size - 1; // the last sequence whose first tile is not past this one
-    while (lo < hi) {
-        const u32 mid = lo + (hi - lo + 1) / 2;
-        if (first_tile_of(offsets, mid, tile_rows) <= tile) lo = mid;
-        else hi = mid - 1;
-    }
-    const u64 before = first_tile_of(offsets, lo, tile_rows), from = offsets[lo];
-    u64 to = offsets[lo + 1];
-    if (to > p.tokens) to = p.tokens;
-    if (tile < before) return t;
-    t.first_token = from + (tile - before) * tile_rows;
-    if (t.first_token >= to) return t;
-    t.rows = to - t.first_token < tile_rows ? u32(to - t.first_token) : tile_rows;
-    t.position = u64(p.batch.cache_lengths[lo]) + (t.first_token - from);
-    const BufferRange range = buffer_range(p.buffer, lo);
-    t.key_row = range.first;
-    t.key_first = range.position;
-    t.keys = range.count;
-    return t;
-}
-
-struct KeyRange {
-    u32 first, end; // of the sequence's buffer rows
-};
-PKV_DEVICE KeyRange visible(const MlaPrefillAttentionParams &p, const QueryTile &t, u32 row) {
-    const u64 position = t.position + row;
-    u64 first = 0, end = position + 1;
-    switch (p.mask) {
-    case MASK_NULL: end = ~0ull; break;
-    case MASK_SLIDING_WINDOW_CAUSAL: first = end > p.mask_width ? end - p.mask_width : 0; break;
-    case MASK_CHUNKED_CAUSAL: first = position / p.mask_width * p.mask_width; break;
-    default: break;
-    }
-    first = first > t.key_first ? first - t.key_first : 0;
-    end = end > t.key_first ? end - t.key_first : 0;
-    if (end > t.keys) end = t.keys;
-    if (first > end) first = end;
-    return {u32(first), u32(end)};
-}
-
-// ALiBi (arXiv 2108.12409), for any number of heads.
-PKV_DEVICE float alibi_slope(u32 head, u32 heads) {
-    const u32 power = 1u << (31 - __clz(heads));
-    const float exponent =
-        head < power ? float(head + 1) / float(power) : float(2 * (head - power) + 1) / float(2 * power);
-    return exp2f(-8.0f * exponent);
-}
-
-struct Work {
-    QueryTile tile;
-    u32 head;        // of all
-    u32 value_first; // first of the columns of V that this block is for
-};
-// blockIdx.x = (head * value passes + pass) * tiles + tile. A head's tiles run at about the same time and share its
-// keys in L2; the last tiles, which have most keys under a causal mask, start first.
-PKV_DEVICE Work find_work(const MlaPrefillAttentionParams &p, u32 tile_rows, u32 value_columns) {
-    const u64 tiles = p.tokens / tile_rows + p.batch.batch_size;
-    const u32 passes = ceil_div(p.value_width, value_columns);
-    const u32 which = u32(blockIdx.x / tiles);
-    Work w;
-    w.tile = find_tile(p, tiles - 1 - blockIdx.x % tiles, tile_rows);
-    w.head = p.first_head + which / passes;
-    w.value_first = which % passes * value_columns;
-    return w;
-}
+#include "mla_prefill_fp8_attention.cuh"
 
 // ---- tensor cores ----
 
@@ -193,32 +95,16 @@ PKV_DEVICE void load_values(const MlaPrefillAttentionParams &p, const Work &w, u
     }
 }
 
-template <class T> PKV_DEVICE bool not_finite(u16 bits) {
-    constexpr u16 exponent = dtype_of<T>::value == DTYPE_BF16 ? 0x7f80 : 0x7c00;
-    return (bits & exponent) == exponent;
-}
-
 // What is not finite in the V of a tile that is seen in part goes to the rows that see it, then out of the tile.
 template <class T, class C>
-PKV_DEVICE void take_out_not_finite(u16 *shared, u32 first_key, const KeyRange (&seen)[2], float (&out)[C::V / 8][4]) {
+PKV_DEVICE void take_out_not_finite(u16 *shared, u32 first_key, const Softmax &softmax, float (&out)[C::V / 8][4]) {
     u16 *values = shared + C::V_AT;
     int found = 0;
     for (u32 i = threadIdx.x; i < C::KEYS * C::V; i += C::THREADS)
         found |= not_finite<T>(values[i / C::V * C::V_STRIDE + i % C::V]);
     if (!__syncthreads_or(found)) return;
-    for (u32 key = 0; key < C::KEYS; key++) {
-        const u16 *row = values + key * C::V_STRIDE + lane_id() % 4 * 2;
-        PKV_UNROLL
-        for (u32 half = 0; half < 2; half++) {
-            if (first_key + key < seen[half].first || first_key + key >= seen[half].end) continue;
-            PKV_UNROLL
-            for (u32 n = 0; n < C::V / 8; n++) {
-                PKV_UNROLL
-                for (u32 i = 0; i < 2; i++)
-                    if (not_finite<T>(row[8 * n + i])) out[n][2 * half + i] += to_f32(T{row[8 * n + i]});
-            }
-        }
-    }
+    add_not_finite<T>(softmax, out, first_key, C::KEYS,
+                      [&](u32 key, u32 column) { return values[key * C::V_STRIDE + column]; });
     __syncthreads();
     for (u32 i = threadIdx.x; i < C::KEYS * C::V; i += C::THREADS) {
         u16 &x = values[i / C::V * C::V_STRIDE + i % C::V];
@@ -232,21 +118,11 @@ template <class T, class C> PKV_DEVICE void attention(const MlaPrefillAttentionP
     const Work w = find_work(p, C::ROWS, C::V);
     if (w.tile.rows == 0) return;
     const u32 lane = lane_id(), warp_row = warp_id() * 16;
-    // This lane's two rows: fragment elements 0, 1 are of the first, 2, 3 of the second.
-    u32 rows[2];
-    KeyRange seen[2];
-    PKV_UNROLL
-    for (u32 half = 0; half < 2; half++) {
-        rows[half] = warp_row + 8 * half + lane / 4;
-        seen[half] = visible(p, w.tile, rows[half] < w.tile.rows ? rows[half] : w.tile.rows - 1);
-    }
-    const KeyRange of_first = visible(p, w.tile, 0), of_last = visible(p, w.tile, w.tile.rows - 1);
-    const float scale = p.scale * LOG2_E;
-    const float slope = p.alibi ? alibi_slope(w.head, p.num_heads) * LOG2_E : 0.0f;
+    const TileKeys seen = tile_keys(p, w.tile);
+    Softmax softmax = softmax_of(p, w, warp_row);
 
     float out[C::V / 8][4] = {};
-    float top[2] = {-f32_inf(), -f32_inf()}, sum[2] = {};
-    const u32 begin = of_first.first / C::KEYS * C::KEYS, end = of_last.end;
+    const u32 begin = seen.some.first / C::KEYS * C::KEYS, end = seen.some.end;
     if (begin < end) {
         load_queries<T, C>(p, w, shared);
         load_keys<C>(p, w, shared, begin);
@@ -274,51 +150,16 @@ template <class T, class C> PKV_DEVICE void attention(const MlaPrefillAttentionP
             }
         }
 
-        const bool partial = first_key < of_last.first || first_key + C::KEYS > of_first.end;
+        const bool partial = seen.partial(first_key, C::KEYS);
         float shrink[2];
-        PKV_UNROLL
-        for (u32 half = 0; half < 2; half++) {
-            float best = top[half];
-            const i64 query = i64(w.tile.position + rows[half]) - i64(w.tile.key_first); // as a key's number
-            PKV_UNROLL
-            for (u32 n = 0; n < C::KEYS / 8; n++) {
-                PKV_UNROLL
-                for (u32 i = 0; i < 2; i++) {
-                    float &s = score[n][2 * half + i];
-                    const u32 key = first_key + 8 * n + lane % 4 * 2 + i;
-                    s *= scale;
-                    if (p.alibi) s += slope * float(i64(key) - query);
-                    if (partial && (key < seen[half].first || key >= seen[half].end)) s = -f32_inf();
-                    best = fmaxf(best, s);
-                }
-            }
-            best = group_max<4>(best);
-            const float base = best == -f32_inf() ? 0.0f : best; // no key yet: keep -inf - -inf out
-            shrink[half] = fast_exp2(top[half] - base);
-            top[half] = best;
-            float part = 0.0f;
-            PKV_UNROLL
-            for (u32 n = 0; n < C::KEYS / 8; n++) {
-                PKV_UNROLL
-                for (u32 i = 0; i < 2; i++) {
-                    float &s = score[n][2 * half + i];
-                    s = fast_exp2(s - base);
-                    part += s;
-                }
-            }
-            sum[half] = fmaf(sum[half], shrink[half], part); // this lane's keys; the four lanes meet at the end
-        }
-        PKV_UNROLL
-        for (u32 n = 0; n < C::V / 8; n++) {
-            PKV_UNROLL
-            for (u32 i = 0; i < 4; i++) out[n][i] *= shrink[i / 2];
-        }
+        take_scores(p, w.tile, softmax, score, first_key, partial, shrink);
+        shrink_rows(out, shrink);
 
         cp_async_wait<0>();
         __syncthreads(); // V is here; everybody is done with K
         if (first_key + C::KEYS < end) load_keys<C>(p, w, shared, first_key + C::KEYS);
         cp_async_commit();
-        if (partial) take_out_not_finite<T, C>(shared, first_key, seen, out);
+        if (partial) take_out_not_finite<T, C>(shared, first_key, softmax, out);
 
         PKV_UNROLL
         for (u32 k = 0; k < C::KEYS; k += 16) {
@@ -337,29 +178,7 @@ template <class T, class C> PKV_DEVICE void attention(const MlaPrefillAttentionP
         }
     }
 
-    PKV_UNROLL
-    for (u32 half = 0; half < 2; half++) {
-        const float total = group_sum<4>(sum[half]);
-        if (rows[half] >= w.tile.rows) continue;
-        const i64 token = i64(w.tile.first_token + rows[half]);
-        const bool none = seen[half].first == seen[half].end;
-        if (p.lse && w.value_first == 0 && lane % 4 == 0)
-            p.lse[token * p.lse_stride + w.head] = none ? -f32_inf() : (top[half] + log2f(total)) * LN_2;
-        const float inverse = none ? 0.0f : 1.0f / total;
-        T *to = static_cast<T *>(p.output) + token * p.output_token_stride + i64(w.head) * p.output_head_stride;
-        PKV_UNROLL
-        for (u32 n = 0; n < C::V / 8; n++) {
-            const u32 c = w.value_first + 8 * n + lane % 4 * 2;
-            const float lo = none ? 0.0f : out[n][2 * half] * inverse,
-                        hi = none ? 0.0f : out[n][2 * half + 1] * inverse;
-            if (p.output_vector) {
-                if (c < p.value_width) *reinterpret_cast<u32 *>(to + c) = from_f32x2<T>(lo, hi);
-            } else {
-                if (c < p.value_width) to[c] = from_f32<T>(lo);
-                if (c + 1 < p.value_width) to[c + 1] = from_f32<T>(hi);
-            }
-        }
-    }
+    store_rows<T>(p, w, softmax, out);
 }
 
 // ---- fma only ----

@@ -7,7 +7,7 @@
 //     one's stores. Neighbouring blocks have neighbouring rows and share their features in L2;
 //   * stages are swizzled as wgmma wants them, which is how cp.async writes them.
 // Only rows that a sequence owns make tiles.
-#include "device/warp.cuh"
+#include "device/ring.cuh"
 #include "device/wgmma.cuh"
 #include "mla_prefill_fp8_project.cuh"
 
@@ -21,7 +21,7 @@ static_assert(AHEAD < STAGES - 1, "a stage is announced while another is multipl
 constexpr u32 CODES = 0, WEIGHT = ROWS * SCALE_BLOCK, STAGE_BYTES = WEIGHT + FEATURES * SCALE_BLOCK;
 constexpr u32 SCALES_AT = STAGES * STAGE_BYTES, TILE_AT = SCALES_AT + STAGES * ROWS * 4;
 constexpr u32 TILE_STRIDE = FEATURES + 8; // eight rows' pieces in different banks
-constexpr u32 BARRIERS_AT = TILE_AT + ROWS * TILE_STRIDE * 2, SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8;
+constexpr u32 RING_AT = TILE_AT + ROWS * TILE_STRIDE * 2, SHARED_BYTES = RING_AT + Ring<STAGES>::BYTES;
 static_assert(SHARED_BYTES == 201296, "src/cuda/mla_prefill_fp8.rs launches with it");
 
 struct Tiles {
@@ -40,16 +40,11 @@ PKV_DEVICE project_sm90::Tiles tiles_of(const MlaPrefillProjectParams &p) {
 
 PKV_DEVICE void load(const MlaPrefillProjectParams &p, u8 *shared) {
     using namespace project_sm90;
-    u64 *full = reinterpret_cast<u64 *>(shared + BARRIERS_AT), *empty = full + STAGES;
+    const Ring<STAGES> ring(shared + RING_AT);
     const Tiles tiles = tiles_of(p);
     const u32 thread = threadIdx.x % GROUP, row = thread / 8, column = thread % 8 * 16, groups = p.latent / SCALE_BLOCK;
     const u32 at = swizzle_128(row, column); // 16 rows further it is 2048 bytes further
     u32 step = 0;
-    auto announce = [&](u32 which) {
-        fence_async_proxy();
-        __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(full + which % STAGES);
-    };
     for (u32 tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const u64 first_row = u64(tile % tiles.rows) * ROWS;
         const u32 first_feature = tiles.first_feature + tile / tiles.rows * FEATURES;
@@ -57,7 +52,7 @@ PKV_DEVICE void load(const MlaPrefillProjectParams &p, u8 *shared) {
         const u32 features_left = p.features - first_feature < FEATURES ? p.features - first_feature : FEATURES;
         for (u32 g = 0; g < groups; g++, step++) {
             const u32 slot = step % STAGES;
-            mbarrier_wait(empty + slot, (step / STAGES & 1) ^ 1);
+            ring.wait_empty(step);
             u8 *stage = shared + slot * STAGE_BYTES;
             const u8 *codes = p.codes + i64(first_row) * p.latent + g * SCALE_BLOCK + column;
             const u8 *weight = p.weight + i64(first_feature) * p.weight_stride + g * SCALE_BLOCK + column;
@@ -78,17 +73,17 @@ PKV_DEVICE void load(const MlaPrefillProjectParams &p, u8 *shared) {
             cp_async_commit();
             if (step >= AHEAD) {
                 cp_async_wait<AHEAD>();
-                announce(step - AHEAD);
+                ring.announce(step - AHEAD);
             }
         }
     }
     cp_async_wait<0>();
-    for (u32 i = step < AHEAD ? 0 : step - AHEAD; i < step; i++) announce(i);
+    for (u32 i = step < AHEAD ? 0 : step - AHEAD; i < step; i++) ring.announce(i);
 }
 
 template <class T> PKV_DEVICE void multiply(const MlaPrefillProjectParams &p, u8 *shared) {
     using namespace project_sm90;
-    u64 *full = reinterpret_cast<u64 *>(shared + BARRIERS_AT), *empty = full + STAGES;
+    const Ring<STAGES> ring(shared + RING_AT);
     const Tiles tiles = tiles_of(p);
     const u32 lane = lane_id(), group = threadIdx.x / GROUP, thread = threadIdx.x % GROUP;
     const u32 group_row = group * 64, row = group_row + thread / WARP * 16 + lane / 4, groups = p.latent / SCALE_BLOCK;
@@ -104,7 +99,7 @@ template <class T> PKV_DEVICE void multiply(const MlaPrefillProjectParams &p, u8
         for (u32 g = 0; g < groups; g++, step++) {
             const float weight_scale = weight_scales[g];
             const u32 slot = step % STAGES;
-            mbarrier_wait(full + slot, step / STAGES & 1);
+            ring.wait_full(step);
             const u8 *codes = shared + slot * STAGE_BYTES + CODES + group_row * SCALE_BLOCK,
                      *weight = shared + slot * STAGE_BYTES + WEIGHT;
             wgmma_hold(part);
@@ -117,8 +112,7 @@ template <class T> PKV_DEVICE void multiply(const MlaPrefillProjectParams &p, u8
             const float s[2] = {__fmul_rn(scales[0], weight_scale), __fmul_rn(scales[8], weight_scale)};
             wgmma_wait<0>();
             wgmma_hold(part);
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(empty + slot);
+            ring.release(step);
             PKV_UNROLL
             for (u32 i = 0; i < 64; i++) sum[i] = fmaf(part[i], s[i / 2 % 2], sum[i]);
         }
@@ -139,11 +133,7 @@ template <class T> PKV_DEVICE void multiply(const MlaPrefillProjectParams &p, u8
 template <class T> PKV_DEVICE void mla_prefill_fp8_project_sm90(const MlaPrefillProjectParams &p) {
     using namespace project_sm90;
     PKV_DYNAMIC_SHARED(u8, shared);
-    u64 *full = reinterpret_cast<u64 *>(shared + BARRIERS_AT), *empty = full + STAGES;
-    if (threadIdx.x < STAGES) {
-        mbarrier_init(full + threadIdx.x, GROUP / WARP);
-        mbarrier_init(empty + threadIdx.x, MULTIPLYING * GROUP / WARP);
-    }
+    Ring<STAGES>(shared + RING_AT).init(threadIdx.x, GROUP / WARP, MULTIPLYING * GROUP / WARP);
     __syncthreads();
     if (threadIdx.x < MULTIPLYING * GROUP) multiply<T>(p, shared);
     else load(p, shared);

@@ -8,9 +8,10 @@ OUTDIR gets
                                     found through LD_LIBRARY_PATH=OUTDIR by a process that opens them at run time
     old/libcuda.so.1                the same as an old driver: without cuLibraryLoadData
 --check also builds one program for each ctests/cuda_emu/*test.cpp (direct launches, no driver), runs them in both orders,
-and plants the faults that a sanitizer must see. With --sanitize it is the self-test alone: the kernels are run by
---gpu-tests, which builds ctests/gpu/gpu_tests.cpp, on the libpagedkv.so in LIBDIR. Of that program AddressSanitizer
-watches everything but libpagedkv.so, ThreadSanitizer nothing but the kernels: only their threads are to be judged.
+and plants the faults that a sanitizer must see. With --sanitize it is the self-test and, for AddressSanitizer, prefill,
+whose scratch is exact there: the rest of the kernels are run by --gpu-tests, which builds ctests/gpu/gpu_tests.cpp, on
+the libpagedkv.so in LIBDIR. Of that program AddressSanitizer watches everything but libpagedkv.so, ThreadSanitizer
+nothing but the kernels: only their threads are to be judged.
 """
 
 import argparse
@@ -104,7 +105,7 @@ def main():
     # emu.cpp orders its own accesses by construction and must not be judged by the race detector.
     core_sanitize = [] if args.sanitize == "thread" else sanitize
     kernels = sorted(KERNELS.glob("*.cu"))
-    tests = sorted(HERE.glob("selftest.cpp" if args.sanitize else "*test.cpp")) if args.check else []
+    tests = sorted(HERE.glob("selftest.cpp" if args.sanitize == "thread" else "*test.cpp")) if args.check else []
     yardstick = ROOT / "ctests/gpu/matrix_rate.cu"
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         core = [
@@ -160,8 +161,9 @@ def main():
         return
 
     for program in programs:
-        for reverse in ("0", "1"):
-            subprocess.run([program], check=True, env={**os.environ, "PKV_EMU_REVERSE": reverse})
+        once = ["prefill"] if args.sanitize and program.name != "selftest" else []
+        for reverse in ("0", "1")[: 1 if once else None]:
+            subprocess.run([program, *once], check=True, env={**os.environ, "PKV_EMU_REVERSE": reverse})
     for fault, seen_by in PLANTED.items():
         code = subprocess.run([out / "selftest", "plant-" + fault], capture_output=True).returncode
         if (args.sanitize or "") in seen_by and code == 0:

@@ -114,7 +114,9 @@ struct PrefillCase {
     u32 mask, mask_width;
     bool alibi;
     std::vector<Sequence> sequences;
-    int odd = 0; // 1: odd strides of q, output and kv_b_proj; 2: a NaN key that nobody sees; 3: V overflows to infinity
+    // 1: odd strides of q, output and kv_b_proj; 2: a NaN key; 3: K and V of key 1 overflow to infinity; 4: V alone, of
+    // a key in the middle.
+    int odd = 0;
     u32 group = 0; // heads a group; 0: all
 };
 
@@ -135,14 +137,25 @@ struct AttentionKernel {
 static const AttentionKernel ATTENTION[] = {{"narrow", 96, 64, 4, 35840, 64},
                                             {"standard_few", 192, 128, 4, 68608, 64},
                                             {"standard", 192, 128, 8, 94208, 128},
-                                            {"wide", 256, 128, 4, 84992, 64}};
+                                            {"wide", 256, 128, 4, 84992, 64},
+                                            {"sm90", 192, 128, 12, 213088, 128}};
 
-static void prefill(int number, const PrefillCase &c) {
+// hopper: with the attention for sm_90a where it takes the place of a standard one, nothing elsewhere.
+static void prefill(int number, const PrefillCase &c, bool hopper) {
     std::mt19937 random(u32(number) * 31 + 5);
     std::normal_distribution<float> normal;
     const Pages pages = make_pages(c.sequences, c.page, random);
     const u32 width = c.latent + c.rope, head = c.nope + c.v, features = c.heads * head, q_head = c.nope + c.rope;
     const u32 tokens = pages.tokens(), rows = pages.buffer_offsets.back(), groups = c.latent / 128;
+    const u32 key_stride = round_up(c.nope, 8u), value_stride = round_up(c.v, 8u), rope_stride = round_up(c.rope, 8u);
+    const AttentionKernel *kernel = nullptr;
+    if (c.dtype != DTYPE_F32)
+        for (auto &k : ATTENTION)
+            if (!kernel && key_stride + rope_stride <= k.qk && (c.v <= k.v || k.qk >= 192) &&
+                (k.warps == 4 && k.qk == 192 ? tokens <= 70 : true))
+                kernel = &k;
+    if (hopper && (!kernel || kernel->qk != 192)) return;
+    if (hopper) kernel = &ATTENTION[4];
     const u32 granularity = c.scaled ? 64 : 0, scale_groups = c.scaled ? (width + 63) / 64 : 0;
 
     // The cache: NaN wherever no sequence owns a slot; two layers, this is the second.
@@ -164,6 +177,7 @@ static void prefill(int number, const PrefillCase &c) {
                 }
                 if (c.odd == 2 && s == c.sequences[b].cached + c.sequences[b].fresh / 2) x = NAN;
                 if (c.odd == 3 && s == 1 && i < c.latent) x = 300;
+                if (c.odd == 4 && s == (c.sequences[b].cached + c.sequences[b].fresh) / 2 && i < c.latent) x = 300;
                 encode(c.cache_dtype, blocks.data, slot(b, s) * width + i, x);
             }
     const u32 pad = c.odd == 1 ? 3 : 0;
@@ -174,14 +188,14 @@ static void prefill(int number, const PrefillCase &c) {
     Buffer<u8> weight(size_t(features) * weight_stride);
     for (u32 i = 0; i < features; i++)
         for (u32 j = 0; j < c.latent; j++)
-            encode(DTYPE_F8_E4M3, weight.data, size_t(i) * weight_stride + j, 50 * normal(random));
+            encode(DTYPE_F8_E4M3, weight.data, size_t(i) * weight_stride + j,
+                   normal(random) * (c.odd != 4 ? 50 : i % head < c.nope ? 0.002f : 400));
     Buffer<float> weight_scales(size_t((features + 127) / 128) * groups);
     for (size_t i = 0; i < weight_scales.size; i++)
-        weight_scales[i] = 0.001f * (0.5f + float(random() % 100) / 100) * (c.odd == 3 ? 500 : 1);
+        weight_scales[i] = 0.001f * (0.5f + float(random() % 100) / 100) * (c.odd >= 3 ? 500 : 1);
     const float scale = 0.8f / std::sqrt(float(q_head));
 
     // Scratch and outputs.
-    const u32 key_stride = round_up(c.nope, 8u), value_stride = round_up(c.v, 8u), rope_stride = round_up(c.rope, 8u);
     const u32 group = c.group ? c.group : c.heads;
     const size_t scale_stride = round_up(rows, 128u);
     Buffer<u8> codes(size_t(rows) * c.latent);
@@ -214,12 +228,6 @@ static void prefill(int number, const PrefillCase &c) {
                                       i64(scale_stride),   c.latent, c.rope, rope_stride, width % 4 == 0};
         pkv_emu::launch((base + "latent_" + dtype).c_str(), {(rows + 3) / 4, 1, 1}, 128, 0, latent);
     }
-    const AttentionKernel *kernel = nullptr;
-    if (c.dtype != DTYPE_F32)
-        for (auto &k : ATTENTION)
-            if (!kernel && key_stride + rope_stride <= k.qk && (c.v <= k.v || &k == &ATTENTION[3]) &&
-                (k.warps == 4 && k.qk == 192 ? tokens <= 70 : true))
-                kernel = &k;
     for (u32 first = 0; first < c.heads; first += group) {
         const u32 n = std::min(group, c.heads - first);
         if (rows) {
@@ -395,6 +403,15 @@ static std::vector<PrefillCase> prefill_cases() {
         {F32, F16, false, 16, 1, 128, 24, 8, 24, CAUSAL, 0, false, {{0, 40, 0, 40}}, 2},
         {F32, F32, false, 16, 5, 384, 48, 16, 40, NONE, 0, true, parts, 0, 2},
         {BF16, BF16, false, 16, 2, 128, 64, 32, 64, CAUSAL, 0, false, {{3, 4, 0, 0}, {0, 5, 0, 0}}},
+        // more tiles of keys than a ring has stages, one warpgroup's queries and two's
+        {BF16, BF16, false, 64, 1, 128, 128, 64, 128, CAUSAL, 0, true, {{520, 70, 0, 590}, {389, 3, 0, 392}}},
+        {F16, F16, false, 64, 1, 128, 104, 16, 200, WINDOW, 300, false, {{400, 140, 20, 500}, {0, 5, 0, 5}}, 1},
+        {BF16, F8, true, 16, 2, 128, 100, 30, 77, CHUNK, 150, true, {{250, 90, 0, 340}, {128, 64, 0, 192}}, 1},
+        {F16, F16, false, 32, 1, 128, 128, 64, 128, WINDOW, 140, false, {{300, 80, 0, 380}}, 2},
+        {BF16, BF16, false, 32, 1, 128, 128, 64, 128, NONE, 0, false, {{300, 9, 60, 200}, {0, 5, 0, 0}}},
+        {F16, F16, false, 16, 1, 128, 128, 64, 128, CAUSAL, 0, false, {{0, 270, 0, 270}}, 3},
+        {F16, F16, false, 16, 3, 128, 128, 64, 200, WINDOW, 40, false, {{0, 3, 0, 3}, {60, 240, 0, 300}}, 4, 2},
+        {F16, F16, false, 16, 3, 128, 64, 32, 64, WINDOW, 40, false, {{0, 3, 0, 3}, {60, 240, 0, 300}}, 4, 2},
     };
 }
 
@@ -588,7 +605,8 @@ int main(int argc, char **argv) {
     int n = 0;
     if (what != "indexer")
         for (auto &c : prefill_cases()) {
-            if (only < 0 || only == n) prefill(n, c);
+            if (only < 0 || only == n)
+                for (const bool hopper : {false, true}) prefill(n, c, hopper);
             n++;
         }
     n = 0;

@@ -231,7 +231,7 @@ PKV_KERNEL(test_wgmma, WgmmaParams, 128, 1) {
     PKV_DYNAMIC_SHARED(u8, a);
     u8 *b = a + 8192;
     const bool n_major_b = p.form == BF16_N_MAJOR;
-    const u32 N = p.form == E4M3_TILES || n_major_b ? 128 : 64;
+    const u32 N = p.form == F16_REGISTERS ? 64 : 128;
     auto fill = [&] {
         if (n_major_b) // 32 rows of k, twice 64 columns
             for (u32 half = 0; half < 2; half++) fill_tile(b + 4096 * half, p.b + 128 * half, 256, 32, p.fault);
@@ -259,7 +259,7 @@ PKV_KERNEL(test_wgmma, WgmmaParams, 128, 1) {
             wgmma_m64n128k32_e4m3(d128, k_major(a + 32 * step), k_major(b + 32 * step) ^ wrong, add);
             break;
         case F16_TILES:
-            wgmma_m64n64k16<f16>(d64, k_major(a + 32 * step), k_major(b + 32 * step) ^ wrong, add);
+            wgmma_m64n128k16<f16>(d128, k_major(a + 32 * step), k_major(b + 32 * step) ^ wrong, add);
             break;
         case F16_REGISTERS: wgmma_m64n64k16<f16>(d64, registers, k_major(b + 32 * step) ^ wrong, add); break;
         default: wgmma_m64n128k16_n_major<bf16>(d128, registers, n_major(b + 2048 * step, 4096) ^ wrong, add);
@@ -284,7 +284,7 @@ PKV_KERNEL(test_wgmma, WgmmaParams, 128, 1) {
 
 static bool wgmma_is_right(i32 form, i32 fault) {
     const bool n_major_b = form == BF16_N_MAJOR;
-    const u32 size = form == E4M3_TILES ? 1 : 2, N = form == E4M3_TILES || n_major_b ? 128 : 64;
+    const u32 size = form == E4M3_TILES ? 1 : 2, N = form == F16_REGISTERS ? 64 : 128;
     const u32 K = n_major_b ? 32 : 128 / size;
     std::mt19937 random(5);
     std::vector<float> a(64 * K), b(N * K), d(64 * N);

@@ -191,6 +191,7 @@ static void every_kernel() {
         {PKV_F16, PKV_F16, 128, 72, 0, 0, 0, many, prefill},           // standard
         {PKV_BF16, PKV_BF16, 128, 72, 0, 0, 0, many, prefill},         //
         {PKV_BF16, PKV_BF16, 128, 72, 0, 0, 0, many, prefill, true},   //
+        {PKV_BF16, PKV_BF16, 128, 128, 0, 0, 0, {{400, 70}}, prefill}, // more tiles of keys than a ring has stages
         {PKV_F16, PKV_F16, 200, 136, 0, 0, 0, few, prefill},           // wide, two passes of V
         {PKV_BF16, PKV_BF16, 200, 136, 0, 0, 0, few, prefill},         //
         {PKV_F16, PKV_F16, 300, 8, 0, 0, 0, few, prefill},             // plain

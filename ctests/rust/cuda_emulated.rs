@@ -80,6 +80,20 @@ fn odd_shapes_on_hopper_kernels() {
     }
 }
 
+#[test]
+fn a_hopper_kernel_alone() {
+    let name = "a_hopper_kernel_alone";
+    for file in ["mla_prefill_fp8_project_sm90.cu", "mla_prefill_fp8_attention_sm90.cu"] {
+        emulated(name, &[(HOPPER.0, file)], || {
+            prefill_grid(64, 6);
+            assert!((1..=2).contains(&hopper_kernels_launched())); // F16, BF16
+        });
+        if in_child(name) {
+            return;
+        }
+    }
+}
+
 /// Nobody gets them who does not ask for them, or whose card has them not.
 #[test]
 fn hopper_kernels_are_off() {
@@ -422,8 +436,16 @@ fn prefill_grid(seed: u64, rounds: usize) {
     for round in 0..rounds {
         let dtype = [DType::BF16, DType::F16, DType::F32][round % 3];
         let latent = twin.random.pick(&[128, 128, 256]);
-        let widths =
-            [(128, 64, 128), (64, 32, 64), (20, 6, 24), (33, 10, 45), (192, 64, 200), (8, 8, 8), (300, 16, 40)];
+        let widths = [
+            (128, 64, 128),
+            (64, 32, 64),
+            (20, 6, 24),
+            (33, 10, 45),
+            (192, 64, 200),
+            (8, 8, 8),
+            (300, 16, 40),
+            (98, 30, 77),
+        ];
         let (nope, rope, v) = twin.random.pick(&widths);
         let heads = twin.random.pick(&[1, 2, 3, 5]);
         let mut o = twin.options(1, (latent + rope) as u32, 1);

@@ -20,8 +20,10 @@
 //   operand_store_16(smem, x)                 a store of 16 bytes of an operand
 //   wgmma_m64n128k32_e4m3(d, a, b, add)       a, b: descriptors; add 0: D is not read. The products' sums keep about
 //                                             14 bits (see below)
-//   wgmma_m64n64k16<T>(d, a, b, add)          T = f16 or bf16, a a descriptor or u32[4]: products exact, sums f32
+//   wgmma_m64n64k16<T>(d, a, b, add)          T = f16 or bf16, a u32[4], b a descriptor: products exact, sums f32
+//   wgmma_m64n128k16<T>(d, a, b, add)         a, b: descriptors
 //   wgmma_m64n128k16_n_major<T>(d, a, b, add) a u32[4], b of n_major
+//   fragments(d)                              the same registers as mma's [N / 8][4]
 //
 // Nothing promises how fp8 products are summed; it has been measured that Hopper aligns a step's products and D to the
 // largest of them and keeps 13 bits below its leading one. A sum that must be better goes through f16, exactly.
@@ -30,6 +32,10 @@
 #include "device/mbarrier.cuh"
 
 PKV_DEVICE u32 swizzle_128(u32 row, u32 byte) { return row * 128 + (byte ^ (row & 7) << 4); }
+
+template <u32 N> PKV_DEVICE auto fragments(float (&d)[N]) -> float (&)[N / 4][4] {
+    return reinterpret_cast<float(&)[N / 4][4]>(d);
+}
 
 PKV_DEVICE void operand_store_16(void *smem, const uint4 &x) {
     *static_cast<uint4 *>(smem) = x;
@@ -65,11 +71,11 @@ template <class T> constexpr pkv_emu::Meeting wgmma_type() {
     static_assert(sizeof(T) == 2, "f16 or bf16");
     return dtype_of<T>::value == DTYPE_BF16 ? pkv_emu::MMA_BF16 : pkv_emu::MMA_F16;
 }
-template <class T> PKV_DEVICE void wgmma_m64n64k16(float (&d)[32], u64 a, u64 b, u32 add) {
-    pkv_emu::wgmma(d, 64, wgmma_type<T>(), nullptr, a, b, add != 0, false);
-}
 template <class T> PKV_DEVICE void wgmma_m64n64k16(float (&d)[32], const u32 (&a)[4], u64 b, u32 add) {
     pkv_emu::wgmma(d, 64, wgmma_type<T>(), a, 0, b, add != 0, false);
+}
+template <class T> PKV_DEVICE void wgmma_m64n128k16(float (&d)[64], u64 a, u64 b, u32 add) {
+    pkv_emu::wgmma(d, 128, wgmma_type<T>(), nullptr, a, b, add != 0, false);
 }
 template <class T> PKV_DEVICE void wgmma_m64n128k16_n_major(float (&d)[64], const u32 (&a)[4], u64 b, u32 add) {
     pkv_emu::wgmma(d, 128, wgmma_type<T>(), a, 0, b, add != 0, true);
@@ -109,14 +115,6 @@ template <u32 COUNT> PKV_DEVICE void wgmma_hold(float (&d)[COUNT]) {
 PKV_DEVICE void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64 b, u32 add) {
     PKV_WGMMA("m64n128k32.f32.e4m3.e4m3", PKV_D64_TEXT, "%64, %65, add, 1, 1", 66, PKV_D64, "l"(a), "l"(b));
 }
-template <class T> PKV_DEVICE void wgmma_m64n64k16(float (&d)[32], u64 a, u64 b, u32 add) {
-    static_assert(sizeof(T) == 2, "f16 or bf16");
-    if constexpr (dtype_of<T>::value == DTYPE_BF16) {
-        PKV_WGMMA("m64n64k16.f32.bf16.bf16", PKV_D32_TEXT, "%32, %33, add, 1, 1, 0, 0", 34, PKV_D32, "l"(a), "l"(b));
-    } else {
-        PKV_WGMMA("m64n64k16.f32.f16.f16", PKV_D32_TEXT, "%32, %33, add, 1, 1, 0, 0", 34, PKV_D32, "l"(a), "l"(b));
-    }
-}
 template <class T> PKV_DEVICE void wgmma_m64n64k16(float (&d)[32], const u32 (&a)[4], u64 b, u32 add) {
     static_assert(sizeof(T) == 2, "f16 or bf16");
     if constexpr (dtype_of<T>::value == DTYPE_BF16) {
@@ -125,6 +123,14 @@ template <class T> PKV_DEVICE void wgmma_m64n64k16(float (&d)[32], const u32 (&a
     } else {
         PKV_WGMMA("m64n64k16.f32.f16.f16", PKV_D32_TEXT, "{%32, %33, %34, %35}, %36, add, 1, 1, 0", 37, PKV_D32,
                   PKV_A_REGISTERS, "l"(b));
+    }
+}
+template <class T> PKV_DEVICE void wgmma_m64n128k16(float (&d)[64], u64 a, u64 b, u32 add) {
+    static_assert(sizeof(T) == 2, "f16 or bf16");
+    if constexpr (dtype_of<T>::value == DTYPE_BF16) {
+        PKV_WGMMA("m64n128k16.f32.bf16.bf16", PKV_D64_TEXT, "%64, %65, add, 1, 1, 0, 0", 66, PKV_D64, "l"(a), "l"(b));
+    } else {
+        PKV_WGMMA("m64n128k16.f32.f16.f16", PKV_D64_TEXT, "%64, %65, add, 1, 1, 0, 0", 66, PKV_D64, "l"(a), "l"(b));
     }
 }
 template <class T> PKV_DEVICE void wgmma_m64n128k16_n_major(float (&d)[64], const u32 (&a)[4], u64 b, u32 add) {

@@ -23,6 +23,11 @@ pub fn source(file: &str) -> &'static Source {
     SOURCES.iter().find(|s| s.file == file).expect("kernels/ holds the file")
 }
 
+/// The file of that name, if it is not for every architecture.
+pub fn file_for_one_architecture(name: &str) -> Option<&'static str> {
+    SOURCES.iter().find(|s| s.file == name && s.only.is_some()).map(|s| s.file)
+}
+
 /// Whether the library can come by machine code of the files for every architecture at all.
 pub fn obtainable() -> Result<(), String> {
     obtainable_all(SOURCES.iter().filter(|s| s.only.is_none()))

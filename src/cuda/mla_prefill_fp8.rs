@@ -18,23 +18,17 @@ use std::ptr::null_mut;
 pub const IMPLS: &[Impl<MlaPrefillFp8>] = &[
     Impl {
         name: "cuda, sm_90a",
-        refuse: |ctx, a| {
-            refuse(ctx, a)?;
-            refuse_project_sm90(ctx, a)
+        refuse: |ctx, a| refuse(ctx, a, Hopper::choose(ctx, a)?),
+        layout: |ctx, a, arena| {
+            Scratch::take(&Plan::new(a, Hopper::choose(ctx, a).unwrap_or_default()), a, arena);
         },
-        layout: |_, a, arena| {
-            Scratch::take(a, arena);
-        },
-        run: |ctx, a, arena, stream| {
-            let hopper = Hopper { project: refuse_project_sm90(ctx, a).is_ok() };
-            run(ctx, a, arena, stream, hopper)
-        },
+        run: |ctx, a, arena, stream| run(ctx, a, arena, stream, Hopper::choose(ctx, a).unwrap_or_default()),
     },
     Impl {
         name: "cuda",
-        refuse,
+        refuse: |ctx, a| refuse(ctx, a, Hopper::default()),
         layout: |_, a, arena| {
-            Scratch::take(a, arena);
+            Scratch::take(&Plan::new(a, Hopper::default()), a, arena);
         },
         run: |ctx, a, arena, stream| run(ctx, a, arena, stream, Hopper::default()),
     },
@@ -44,6 +38,17 @@ pub const IMPLS: &[Impl<MlaPrefillFp8>] = &[
 #[derive(Clone, Copy, Default)]
 struct Hopper {
     project: bool,
+    attention: bool,
+}
+
+impl Hopper {
+    /// Why there is none.
+    fn choose(ctx: &Context, a: &Args<'_>) -> Result<Self, String> {
+        match (refuse_project_sm90(ctx, a), refuse_attention_sm90(ctx, a)) {
+            (Err(project), Err(attention)) => Err(format!("{project}; {attention}")),
+            (project, attention) => Ok(Hopper { project: project.is_ok(), attention: attention.is_ok() }),
+        }
+    }
 }
 
 static LATENT: [Kernel; 3] = entries!("mla_prefill_fp8_latent");
@@ -76,42 +81,40 @@ const GROUP_BYTES: usize = 256 << 20;
 
 // ---- the attention kernels ----
 
-/// A config of `mla_prefill_fp8_attention.cu`.
+/// A config of `mla_prefill_fp8_attention.cu`, or its sibling for sm_90a.
 struct Attention {
     /// F16, BF16.
     kernels: [Kernel; 2],
     /// Padded columns of a key; columns of V that one pass takes.
     key_columns: usize,
     value_columns: usize,
-    warps: u32,
+    tile_rows: usize,
+    threads: u32,
     shared: u32,
 }
 
 macro_rules! attention {
-    ($name:literal, $key_columns:literal, $value_columns:literal, $warps:literal, $shared:literal) => {
+    ($file:literal, $name:literal, $key_columns:literal, $value_columns:literal, $tile_rows:literal, $threads:literal, $shared:literal) => {
         Attention {
             kernels: [
-                Kernel {
-                    file: "mla_prefill_fp8_attention.cu",
-                    name: concat!("mla_prefill_fp8_attention_", $name, "_f16"),
-                },
-                Kernel {
-                    file: "mla_prefill_fp8_attention.cu",
-                    name: concat!("mla_prefill_fp8_attention_", $name, "_bf16"),
-                },
+                Kernel { file: $file, name: concat!("mla_prefill_fp8_attention_", $name, "_f16") },
+                Kernel { file: $file, name: concat!("mla_prefill_fp8_attention_", $name, "_bf16") },
             ],
             key_columns: $key_columns,
             value_columns: $value_columns,
-            warps: $warps,
+            tile_rows: $tile_rows,
+            threads: $threads,
             shared: $shared,
         }
     };
 }
 
-static NARROW: Attention = attention!("narrow", 96, 64, 4, 35840);
-static STANDARD: Attention = attention!("standard", 192, 128, 8, 94208);
-static STANDARD_FEW: Attention = attention!("standard_few", 192, 128, 4, 68608);
-static WIDE: Attention = attention!("wide", 256, 128, 4, 84992);
+static NARROW: Attention = attention!("mla_prefill_fp8_attention.cu", "narrow", 96, 64, 64, 128, 35840);
+static STANDARD: Attention = attention!("mla_prefill_fp8_attention.cu", "standard", 192, 128, 128, 256, 94208);
+static STANDARD_FEW: Attention = attention!("mla_prefill_fp8_attention.cu", "standard_few", 192, 128, 64, 128, 68608);
+static WIDE: Attention = attention!("mla_prefill_fp8_attention.cu", "wide", 256, 128, 64, 128, 84992);
+/// In the place of both standard ones.
+static SM90: Attention = attention!("mla_prefill_fp8_attention_sm90.cu", "sm90", 192, 128, 128, 384, 213088);
 
 static PLAIN: [Kernel; 3] = [
     Kernel { file: "mla_prefill_fp8_attention.cu", name: "mla_prefill_fp8_attention_plain_f32" },
@@ -130,11 +133,12 @@ struct Chosen {
 }
 
 /// By dtype and widths alone, but for the rows of a tile, which change no bit of the result.
-fn choose(dtype: DType, key_columns: usize, value_columns: usize, max_seq_length: usize) -> Chosen {
+fn choose(dtype: DType, key_columns: usize, value_columns: usize, max_seq_length: usize, sm90: bool) -> Chosen {
     let fits = |a: &&Attention| key_columns <= a.key_columns && value_columns <= a.value_columns;
     let tensor = match dtype {
         DType::F32 => None,
         _ if fits(&&NARROW) => Some(&NARROW),
+        _ if sm90 && key_columns <= SM90.key_columns => Some(&SM90),
         _ if key_columns <= STANDARD.key_columns && max_seq_length <= 64 => Some(&STANDARD_FEW),
         _ if key_columns <= STANDARD.key_columns => Some(&STANDARD),
         _ if key_columns <= WIDE.key_columns => Some(&WIDE),
@@ -143,9 +147,9 @@ fn choose(dtype: DType, key_columns: usize, value_columns: usize, max_seq_length
     match tensor {
         Some(a) => Chosen {
             kernel: &a.kernels[usize::from(dtype == DType::BF16)],
-            tile_rows: 16 * a.warps as usize,
+            tile_rows: a.tile_rows,
             value_columns: a.value_columns,
-            threads: 32 * a.warps,
+            threads: a.threads,
             shared: a.shared,
         },
         None => Chosen {
@@ -174,10 +178,11 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(a: &Args<'_>) -> Self {
+    fn new(a: &Args<'_>, hopper: Hopper) -> Self {
         let [key_stride, value_stride, rope_stride] =
             [a.nope_dim, a.v_head_dim, a.rope_dim].map(|n| n.next_multiple_of(COLUMN_PAD));
-        let attention = choose(a.q.dtype, key_stride + rope_stride, a.v_head_dim, a.batch.max_seq_length);
+        let (key_columns, longest) = (key_stride + rope_stride, a.batch.max_seq_length);
+        let attention = choose(a.q.dtype, key_columns, a.v_head_dim, longest, hopper.attention);
         let passes = a.v_head_dim.div_ceil(attention.value_columns);
         // The kernel's own rule: sequence b gets the tiles from row_offsets[b] / tile_rows + b on.
         let attention_blocks = (a.q.shape[0] / attention.tile_rows + a.batch.batch_size).saturating_mul(passes);
@@ -205,8 +210,7 @@ struct Scratch {
 }
 
 impl Scratch {
-    fn take(a: &Args<'_>, arena: &mut Arena) -> Self {
-        let plan = Plan::new(a);
+    fn take(plan: &Plan, a: &Args<'_>, arena: &mut Arena) -> Self {
         let bytes = |rows: usize, columns: usize| rows.saturating_mul(columns).saturating_mul(a.q.dtype.size());
         let group_rows = plan.group.saturating_mul(plan.rows);
         Scratch {
@@ -224,12 +228,12 @@ fn scale_stride(rows: usize) -> usize {
     rows.checked_next_multiple_of(project::ROWS).unwrap_or(usize::MAX)
 }
 
-fn refuse(ctx: &Context, a: &Args<'_>) -> Result<(), String> {
+fn refuse(ctx: &Context, a: &Args<'_>, hopper: Hopper) -> Result<(), String> {
     refuse_without_kernels(ctx)?;
     if a.finish.is_some() {
         rope::refuse(ctx, &a.cache)?;
     }
-    let plan = Plan::new(a);
+    let plan = Plan::new(a, hopper);
     let head_features = a.nope_dim + a.v_head_dim;
     let limit = i32::MAX as usize;
     if plan.rows > u32::MAX as usize || a.kv_b_proj.shape[0] > limit || a.kv_lora_rank > limit {
@@ -252,12 +256,21 @@ fn refuse_project_sm90(ctx: &Context, a: &Args<'_>) -> Result<(), String> {
     refuse_hopper(ctx, kernel).map_err(|reason| format!("{} {reason}", kernel.file))
 }
 
+fn refuse_attention_sm90(ctx: &Context, a: &Args<'_>) -> Result<(), String> {
+    let kernel = &SM90.kernels[0];
+    let plan = Plan::new(a, Hopper { attention: true, ..Hopper::default() });
+    if plan.attention.kernel.file != kernel.file {
+        return Err(format!("{} is not for such heads, or F32", kernel.file));
+    }
+    refuse_hopper(ctx, kernel).map_err(|reason| format!("{} {reason}", kernel.file))
+}
+
 fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream, hopper: Hopper) -> Result<()> {
     if a.q.shape[0] == 0 || a.batch.batch_size == 0 {
         return Ok(());
     }
-    let plan = Plan::new(a);
-    let scratch = Scratch::take(a, arena);
+    let plan = Plan::new(a, hopper);
+    let scratch = Scratch::take(&plan, a, arena);
     let dtype = a.q.dtype;
     if let Some(f) = &a.finish {
         let q_rope = a.q.columns_from(a.nope_dim);
@@ -501,16 +514,20 @@ mod tests {
 
     #[test]
     fn every_width_has_a_kernel() {
-        for (dtype, key, value, longest, name) in [
-            (DType::BF16, 192, 128, 4096, "mla_prefill_fp8_attention_standard_bf16"),
-            (DType::F16, 192, 128, 64, "mla_prefill_fp8_attention_standard_few_f16"),
-            (DType::F16, 96, 64, 4096, "mla_prefill_fp8_attention_narrow_f16"),
-            (DType::BF16, 96, 65, 4096, "mla_prefill_fp8_attention_standard_bf16"),
-            (DType::BF16, 256, 256, 4096, "mla_prefill_fp8_attention_wide_bf16"),
-            (DType::BF16, 264, 8, 4096, "mla_prefill_fp8_attention_plain_bf16"),
-            (DType::F32, 96, 64, 4096, "mla_prefill_fp8_attention_plain_f32"),
+        for (dtype, key, value, longest, name, on_sm90) in [
+            (DType::BF16, 192, 128, 4096, "standard_bf16", "sm90_bf16"),
+            (DType::F16, 192, 128, 64, "standard_few_f16", "sm90_f16"),
+            (DType::F16, 96, 64, 4096, "narrow_f16", "narrow_f16"),
+            (DType::BF16, 96, 65, 4096, "standard_bf16", "sm90_bf16"),
+            (DType::BF16, 256, 256, 4096, "wide_bf16", "wide_bf16"),
+            (DType::BF16, 264, 8, 4096, "plain_bf16", "plain_bf16"),
+            (DType::F32, 96, 64, 4096, "plain_f32", "plain_f32"),
         ] {
-            assert_eq!(choose(dtype, key, value, longest).kernel.name, name);
+            for (sm90, name) in [(false, name), (true, on_sm90)] {
+                let kernel = choose(dtype, key, value, longest, sm90).kernel;
+                assert_eq!(kernel.name, format!("mla_prefill_fp8_attention_{name}"));
+                assert_eq!(kernel.file.ends_with("_sm90.cu"), name.starts_with("sm90"));
+            }
         }
     }
 }

@@ -35,7 +35,8 @@ pub fn refuse_without_kernels(ctx: &Context) -> Result<(), String> {
 }
 
 /// Environment variable that says which siblings of a kernel run where there are several, for tests and benchmarks: `mma`, which every
-/// architecture has, or `hopper`, those in the files `*_sm90.cu` wherever they can run. Read when a context is made.
+/// architecture has, `hopper`, those in the files `*_sm90.cu` wherever they can run, or the name of one such file, for that alone. Read when a
+/// context is made.
 const VARIABLE: &str = "PAGEDKV_CUDA_KERNELS";
 
 /// Files of kernels for sm_90a that run without being asked for: those that a record of a card (`ctests/bench/record`) shows to be right, and
@@ -48,6 +49,7 @@ enum Siblings {
     Proven,
     Mma,
     Hopper,
+    HopperFile(&'static str),
 }
 
 impl Siblings {
@@ -56,12 +58,19 @@ impl Siblings {
             Err(_) => Ok(Siblings::Proven),
             Ok("mma") => Ok(Siblings::Mma),
             Ok("hopper") => Ok(Siblings::Hopper),
-            Ok(other) => Err(Error::value(VARIABLE, format!("is \"{other}\", must be mma or hopper"))),
+            Ok(other) => image::file_for_one_architecture(other).map(Siblings::HopperFile).ok_or_else(|| {
+                Error::value(VARIABLE, format!("is \"{other}\", must be mma, hopper or a file *_sm90.cu"))
+            }),
         }
     }
 
     fn runs(self, file: &str) -> bool {
-        self == Siblings::Hopper || self == Siblings::Proven && PROVEN.contains(&file)
+        match self {
+            Siblings::Proven => PROVEN.contains(&file),
+            Siblings::Mma => false,
+            Siblings::Hopper => true,
+            Siblings::HopperFile(chosen) => chosen == file,
+        }
     }
 }
 
