@@ -249,7 +249,9 @@ double check(const Problem& p, const Contender& contender, int m) {
 
 double percentile(std::vector<double> values, double share) {
     std::sort(values.begin(), values.end());
-    return values[static_cast<std::size_t>(share * static_cast<double>(values.size() - 1) + 0.5)];
+    double position = share * static_cast<double>(values.size() - 1);
+    auto below = static_cast<std::size_t>(position), above = std::min(below + 1, values.size() - 1);
+    return values[below] + (values[above] - values[below]) * (position - static_cast<double>(below));
 }
 
 }  // namespace
