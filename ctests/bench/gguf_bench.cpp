@@ -264,7 +264,8 @@ int main(int argc, char** argv) try {
         auto* open = shim ? reinterpret_cast<decltype(&peer_open)>(dlsym(shim, "peer_open")) : nullptr;
         const char* text = open ? open(files.library.c_str(), files.directory.c_str(), options.threads) : nullptr;
         if (!text) {
-            std::printf("peer %s could not be opened: %s\n", files.name.c_str(), dlerror());
+            const char* why = dlerror();
+            std::printf("peer %s could not be opened: %s\n", files.name.c_str(), why ? why : "it does not run here, or not on so many threads");
             continue;
         }
         std::printf("peer %s: %s\n", files.name.c_str(), text);
