@@ -12,6 +12,8 @@
 //! The steps are inline assembly: written with intrinsics, the compiler regroups the 16-bit additions (they are associative), which
 //! lengthens lifetimes until accumulators are spilled inside the loop.
 
+mod tile;
+
 use std::arch::asm;
 use std::arch::x86_64::*;
 
@@ -228,121 +230,6 @@ fn low_f16(v: __m256i) -> __m256 {
 
 type Acc<const NT: usize> = [[__m256i; 2]; NT];
 
-/// One dword of activations against both weight vectors.
-macro_rules! token {
-    ($mul:literal, $add:literal, $a:literal, $c0:literal, $c1:literal) => {
-        concat!(
-            "vpbroadcastd {x}, dword ptr [{a} + ",
-            $a,
-            "]\n",
-            $mul,
-            " {t0}, {w0}, {x}\n",
-            $mul,
-            " {t1}, {w1}, {x}\n",
-            $add,
-            " {",
-            $c0,
-            "}, {",
-            $c0,
-            "}, {t0}\n",
-            $add,
-            " {",
-            $c1,
-            "}, {",
-            $c1,
-            "}, {t1}\n",
-        )
-    };
-}
-
-macro_rules! weights {
-    ($w:literal) => {
-        concat!("vmovdqa {w0}, ymmword ptr [{w} + ", $w, "]\nvmovdqa {w1}, ymmword ptr [{w} + ", $w, " + 32]\n")
-    };
-}
-
-/// Four steps: 64 bytes of weights and 16 bytes of activations each. Aligned for four tokens, where the time goes: on a Zen 3 the same code lay 10 % slower
-/// at one address than at another.
-macro_rules! four_steps {
-    ($mul:literal, $add:literal, $nt:tt, $w:ident, $a:ident, $acc:ident) => {
-        // SAFETY: reads 256 bytes at `w` and 64 at `a`, which the references cover; the registers are declared.
-        unsafe {
-            four_steps!(@ $nt, $mul, $add, $w, $a, $acc)
-        }
-    };
-    (@ 1, $mul:literal, $add:literal, $w:ident, $a:ident, $acc:ident) => { asm!(
-        weights!("0"), token!($mul, $add, "0", "c00", "c01"),
-        weights!("64"), token!($mul, $add, "16", "c00", "c01"),
-        weights!("128"), token!($mul, $add, "32", "c00", "c01"),
-        weights!("192"), token!($mul, $add, "48", "c00", "c01"),
-        w = in(reg) $w.as_ptr(), a = in(reg) $a.as_ptr(), w0 = out(ymm_reg) _, w1 = out(ymm_reg) _, x = out(ymm_reg) _,
-        t0 = out(ymm_reg) _, t1 = out(ymm_reg) _, c00 = inout(ymm_reg) $acc[0][0], c01 = inout(ymm_reg) $acc[0][1],
-        options(pure, readonly, nostack, preserves_flags)) };
-    (@ 2, $mul:literal, $add:literal, $w:ident, $a:ident, $acc:ident) => { asm!(
-        weights!("0"), token!($mul, $add, "0", "c00", "c01"), token!($mul, $add, "4", "c10", "c11"),
-        weights!("64"), token!($mul, $add, "16", "c00", "c01"), token!($mul, $add, "20", "c10", "c11"),
-        weights!("128"), token!($mul, $add, "32", "c00", "c01"), token!($mul, $add, "36", "c10", "c11"),
-        weights!("192"), token!($mul, $add, "48", "c00", "c01"), token!($mul, $add, "52", "c10", "c11"),
-        w = in(reg) $w.as_ptr(), a = in(reg) $a.as_ptr(), w0 = out(ymm_reg) _, w1 = out(ymm_reg) _, x = out(ymm_reg) _,
-        t0 = out(ymm_reg) _, t1 = out(ymm_reg) _, c00 = inout(ymm_reg) $acc[0][0], c01 = inout(ymm_reg) $acc[0][1],
-        c10 = inout(ymm_reg) $acc[1][0], c11 = inout(ymm_reg) $acc[1][1],
-        options(pure, readonly, nostack, preserves_flags)) };
-    (@ 3, $mul:literal, $add:literal, $w:ident, $a:ident, $acc:ident) => { asm!(
-        weights!("0"), token!($mul, $add, "0", "c00", "c01"), token!($mul, $add, "4", "c10", "c11"), token!($mul, $add, "8", "c20", "c21"),
-        weights!("64"), token!($mul, $add, "16", "c00", "c01"), token!($mul, $add, "20", "c10", "c11"), token!($mul, $add, "24", "c20", "c21"),
-        weights!("128"), token!($mul, $add, "32", "c00", "c01"), token!($mul, $add, "36", "c10", "c11"), token!($mul, $add, "40", "c20", "c21"),
-        weights!("192"), token!($mul, $add, "48", "c00", "c01"), token!($mul, $add, "52", "c10", "c11"), token!($mul, $add, "56", "c20", "c21"),
-        w = in(reg) $w.as_ptr(), a = in(reg) $a.as_ptr(), w0 = out(ymm_reg) _, w1 = out(ymm_reg) _, x = out(ymm_reg) _,
-        t0 = out(ymm_reg) _, t1 = out(ymm_reg) _, c00 = inout(ymm_reg) $acc[0][0], c01 = inout(ymm_reg) $acc[0][1],
-        c10 = inout(ymm_reg) $acc[1][0], c11 = inout(ymm_reg) $acc[1][1],
-        c20 = inout(ymm_reg) $acc[2][0], c21 = inout(ymm_reg) $acc[2][1],
-        options(pure, readonly, nostack, preserves_flags)) };
-    (@ 4, $mul:literal, $add:literal, $w:ident, $a:ident, $acc:ident) => { asm!(
-        ".p2align 5",
-        weights!("0"), token!($mul, $add, "0", "c00", "c01"), token!($mul, $add, "4", "c10", "c11"),
-        token!($mul, $add, "8", "c20", "c21"), token!($mul, $add, "12", "c30", "c31"),
-        weights!("64"), token!($mul, $add, "16", "c00", "c01"), token!($mul, $add, "20", "c10", "c11"),
-        token!($mul, $add, "24", "c20", "c21"), token!($mul, $add, "28", "c30", "c31"),
-        weights!("128"), token!($mul, $add, "32", "c00", "c01"), token!($mul, $add, "36", "c10", "c11"),
-        token!($mul, $add, "40", "c20", "c21"), token!($mul, $add, "44", "c30", "c31"),
-        weights!("192"), token!($mul, $add, "48", "c00", "c01"), token!($mul, $add, "52", "c10", "c11"),
-        token!($mul, $add, "56", "c20", "c21"), token!($mul, $add, "60", "c30", "c31"),
-        w = in(reg) $w.as_ptr(), a = in(reg) $a.as_ptr(), w0 = out(ymm_reg) _, w1 = out(ymm_reg) _, x = out(ymm_reg) _,
-        t0 = out(ymm_reg) _, t1 = out(ymm_reg) _, c00 = inout(ymm_reg) $acc[0][0], c01 = inout(ymm_reg) $acc[0][1],
-        c10 = inout(ymm_reg) $acc[1][0], c11 = inout(ymm_reg) $acc[1][1],
-        c20 = inout(ymm_reg) $acc[2][0], c21 = inout(ymm_reg) $acc[2][1],
-        c30 = inout(ymm_reg) $acc[3][0], c31 = inout(ymm_reg) $acc[3][1],
-        options(pure, readonly, nostack, preserves_flags)) };
-}
-
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn byte_steps<const NT: usize>(w: &[[u32; 16]; 4], a: &[[u32; TOKENS]; 4], acc: &mut Acc<NT>) {
-    match NT {
-        1 => four_steps!("vpmaddubsw", "vpaddw", 1, w, a, acc),
-        2 => four_steps!("vpmaddubsw", "vpaddw", 2, w, a, acc),
-        3 => four_steps!("vpmaddubsw", "vpaddw", 3, w, a, acc),
-        _ => four_steps!("vpmaddubsw", "vpaddw", 4, w, a, acc),
-    }
-}
-
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn word_steps<const NT: usize>(w: &[[u32; 16]; 4], a: &[[u32; TOKENS]; 4], acc: &mut Acc<NT>) {
-    match NT {
-        1 => four_steps!("vpmaddwd", "vpaddd", 1, w, a, acc),
-        2 => four_steps!("vpmaddwd", "vpaddd", 2, w, a, acc),
-        3 => four_steps!("vpmaddwd", "vpaddd", 3, w, a, acc),
-        _ => four_steps!("vpmaddwd", "vpaddd", 4, w, a, acc),
-    }
-}
-
-/// Steps `4 i ..+4` of a tile or of activations.
-#[inline(always)]
-fn four<T>(steps: &[T], i: usize) -> &[T; 4] {
-    steps[4 * i..4 * i + 4].try_into().expect("four steps")
-}
-
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn halves(plane: &[f32; 16]) -> [__m256; 2] {
@@ -390,21 +277,6 @@ fn start<const SUBS: usize>(acts: &SuperActs, j: usize, t: usize, shift: u32) ->
     }
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
-fn byte_blocks<F: Format, const NT: usize>(tile: &Tile, acts: &ByteActs, blocks: usize, out: &mut [[f32; 16]; NT]) {
-    for b in 0..blocks {
-        let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
-        if F::SHIFT > 0 {
-            for t in 0..NT {
-                acc[t] = [shifted(acts.minus_sum[b][t], F::SHIFT); 2];
-            }
-        }
-        byte_steps(four(&tile.q, 2 * b), four(&acts.q, 2 * b), &mut acc);
-        byte_steps(four(&tile.q, 2 * b + 1), four(&acts.q, 2 * b + 1), &mut acc);
-        finish_block::<F, NT>(&tile.scales, b, acts, b, acc, out);
-    }
-}
-
 /// Adds one block's 16-bit sums to the output: block `b` of the activations, `slot` of the scales.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -430,32 +302,6 @@ fn finish_block<F: Format, const NT: usize>(
         }
         store_halves(o, &mut out[t]);
     }
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-fn byte_super<F: Format, const SUBS: usize, const NT: usize>(tile: &Tile, acts: &SuperActs, out: &mut [[f32; 16]; NT]) {
-    let mut dot = [[_mm256_setzero_si256(); 2]; NT];
-    for j in 0..SUBS {
-        let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
-        if F::SHIFT > 0 {
-            for t in 0..NT {
-                acc[t] = [start::<SUBS>(acts, j, t, F::SHIFT); 2];
-            }
-        }
-        if SUBS == 16 {
-            byte_steps(four(&tile.q, j), four(&acts.q, j), &mut acc);
-        } else {
-            byte_steps(four(&tile.q, 2 * j), four(&acts.q, 2 * j), &mut acc);
-            byte_steps(four(&tile.q, 2 * j + 1), four(&acts.q, 2 * j + 1), &mut acc);
-        }
-        let scale = int_halves(&tile.scales.sub_scale[j]);
-        for t in 0..NT {
-            for h in 0..2 {
-                dot[t][h] = _mm256_add_epi32(dot[t][h], _mm256_madd_epi16(acc[t][h], scale[h]));
-            }
-        }
-    }
-    finish_super::<F, SUBS, NT>(&tile.scales, acts, dot, out);
 }
 
 /// Adds one super-block's integer sums and mins to the output.
@@ -489,17 +335,6 @@ fn finish_super<F: Format, const SUBS: usize, const NT: usize>(
             }
         }
         store_halves(o, &mut out[t]);
-    }
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-fn word_blocks<const NT: usize>(tile: &Tile, acts: &WordActs, blocks: usize, out: &mut [[f32; 16]; NT]) {
-    for b in 0..blocks {
-        let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
-        for i in 4 * b..4 * b + 4 {
-            word_steps(four(&tile.q, i), four(&acts.q, i), &mut acc);
-        }
-        finish_words(&tile.scales, b, acts, b, acc, out);
     }
 }
 
@@ -945,7 +780,7 @@ impl Isa for Avx2 {
     }
     #[inline(always)]
     fn byte_blocks<F: Format>(self, tile: &Tile, acts: &ByteActs, tokens: usize, blocks: usize, out: &mut [[f32; 16]]) {
-        by_tokens!(tokens, out, |NT, o| byte_blocks::<F, NT>(tile, acts, blocks, o));
+        by_tokens!(tokens, out, |NT, o| tile::byte_blocks::<F, NT>(tile, acts, blocks, o));
     }
     #[inline(always)]
     fn byte_super<F: Format, const SUBS: usize>(
@@ -955,11 +790,11 @@ impl Isa for Avx2 {
         tokens: usize,
         out: &mut [[f32; 16]],
     ) {
-        by_tokens!(tokens, out, |NT, o| byte_super::<F, SUBS, NT>(tile, acts, o));
+        by_tokens!(tokens, out, |NT, o| tile::byte_super::<F, SUBS, NT>(tile, acts, o));
     }
     #[inline(always)]
     fn word_blocks(self, tile: &Tile, acts: &WordActs, tokens: usize, blocks: usize, out: &mut [[f32; 16]]) {
-        by_tokens!(tokens, out, |NT, o| word_blocks::<NT>(tile, acts, blocks, o));
+        by_tokens!(tokens, out, |NT, o| tile::word_blocks::<NT>(tile, acts, blocks, o));
     }
     #[inline(always)]
     fn float(self, tile: &FloatTile, acts: &FloatActs, tokens: usize, cols: usize, out: &mut [[f32; 16]]) {
