@@ -12,6 +12,9 @@
 //! The steps are inline assembly: written with intrinsics, the compiler regroups the 16-bit additions (they are associative), which
 //! lengthens lifetimes until accumulators are spilled inside the loop.
 
+#[macro_use]
+mod assembly;
+mod fused;
 mod tile;
 
 use std::arch::asm;
@@ -254,56 +257,6 @@ fn store_halves(v: [__m256; 2], plane: &mut [f32; 16]) {
     }
 }
 
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn shifted(minus_sum: u32, shift: u32) -> __m256i {
-    let v = _mm256_set1_epi32(minus_sum as i32);
-    match shift {
-        2 => _mm256_slli_epi16::<2>(v),
-        3 => _mm256_slli_epi16::<3>(v),
-        4 => _mm256_slli_epi16::<4>(v),
-        _ => _mm256_slli_epi16::<5>(v),
-    }
-}
-
-/// Where the sums of sub-block `j` start.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn start<const SUBS: usize>(acts: &SuperActs, j: usize, t: usize, shift: u32) -> __m256i {
-    if SUBS == 16 {
-        shifted(acts.minus_sum[j][t], shift)
-    } else {
-        _mm256_add_epi16(shifted(acts.minus_sum[2 * j][t], shift), shifted(acts.minus_sum[2 * j + 1][t], shift))
-    }
-}
-
-/// Adds one block's 16-bit sums to the output: block `b` of the activations, `slot` of the scales.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn finish_block<F: Format, const NT: usize>(
-    scales: &Scales,
-    slot: usize,
-    acts: &ByteActs,
-    b: usize,
-    acc: Acc<NT>,
-    out: &mut [[f32; 16]; NT],
-) {
-    let ones = _mm256_set1_epi16(1);
-    let (scale, min) = (halves(&scales.scale[slot]), halves(&scales.min[slot]));
-    for t in 0..NT {
-        let (d, sum) = (_mm256_set1_ps(acts.d[b][t]), _mm256_set1_ps(acts.sum[b][t]));
-        let mut o = halves(&out[t]);
-        for h in 0..2 {
-            let dot = _mm256_cvtepi32_ps(_mm256_madd_epi16(acc[t][h], ones));
-            o[h] = _mm256_fmadd_ps(dot, _mm256_mul_ps(scale[h], d), o[h]);
-            if F::MIN {
-                o[h] = _mm256_fmadd_ps(min[h], sum, o[h]);
-            }
-        }
-        store_halves(o, &mut out[t]);
-    }
-}
-
 /// Adds one super-block's integer sums and mins to the output.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -394,47 +347,21 @@ impl Bits for Pair {
     }
 }
 
-/// `acc += v * a`, the dword of activations against sixteen rows. Assembly for the same reason as [`four_steps`].
-macro_rules! step {
-    ($name:ident, $broadcast:literal, $mul:literal, $add:literal, $a:ident => $($operand:tt)*) => {
-        #[inline]
-        #[target_feature(enable = "avx2,fma,f16c")]
-        fn $name(acc: &mut [__m256i; 2], v: Pair, $a: &u32) {
-            // SAFETY: reads the reference, and the rest is register arithmetic.
-            unsafe {
-                asm!(
-                    $broadcast,
-                    concat!($mul, " {t}, {v0}, {x}"),
-                    concat!($mul, " {x}, {v1}, {x}"),
-                    concat!($add, " {c0}, {c0}, {t}"),
-                    concat!($add, " {c1}, {c1}, {x}"),
-                    v0 = in(ymm_reg) v.0[0].0, v1 = in(ymm_reg) v.0[1].0, t = out(ymm_reg) _,
-                    c0 = inout(ymm_reg) acc[0], c1 = inout(ymm_reg) acc[1],
-                    $($operand)*,
-                    options(pure, nostack, preserves_flags)
-                )
-            }
-        }
-    };
-}
-
-// Bytes: left to the compiler, the dwords went through general registers and the stack, a few instructions each in place of one load. Words: no gain was
-// seen, so the compiler has them.
-step!(byte_step, "vpbroadcastd {x}, dword ptr [{a}]", "vpmaddubsw", "vpaddw", a => a = in(reg) a, x = out(ymm_reg) _, options(readonly));
-step!(word_step, "", "vpmaddwd", "vpaddd", a => x = inout(ymm_reg) _mm256_set1_epi32(*a as i32) => _, options(nomem));
-
-/// `acc[sub-block][token] += codes * activations`
-struct AddBytes<'a, const NT: usize, const SUBS: usize> {
-    acts: &'a [[u32; TOKENS]],
-    acc: &'a mut [Acc<NT>; SUBS],
-}
-
-impl<const NT: usize, const SUBS: usize> Emit<Pair> for AddBytes<'_, NT, SUBS> {
-    #[inline(always)]
-    fn emit(&mut self, i: usize, step: usize, v: Pair) {
-        for t in 0..NT {
-            intrinsics!(byte_step(&mut self.acc[i][t], v, &self.acts[step][t]));
-        }
+/// `acc += v * a`, the dword of activations against sixteen rows. Assembly, so that the additions stay in this order.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn word_step(acc: &mut [__m256i; 2], v: Pair, a: u32) {
+    // SAFETY: register arithmetic.
+    unsafe {
+        asm!(
+            "vpmaddwd {t}, {v0}, {x}",
+            "vpmaddwd {x}, {v1}, {x}",
+            "vpaddd {c0}, {c0}, {t}",
+            "vpaddd {c1}, {c1}, {x}",
+            v0 = in(ymm_reg) v.0[0].0, v1 = in(ymm_reg) v.0[1].0, t = out(ymm_reg) _, x = inout(ymm_reg) _mm256_set1_epi32(a as i32) => _,
+            c0 = inout(ymm_reg) acc[0], c1 = inout(ymm_reg) acc[1],
+            options(pure, nomem, nostack, preserves_flags)
+        )
     }
 }
 
@@ -451,8 +378,8 @@ impl<const NT: usize> Emit<Pair> for AddWords<'_, NT> {
         let odd = Pair([v.0[0].odd_bytes_i16(), v.0[1].odd_bytes_i16()]);
         for t in 0..NT {
             intrinsics!({
-                word_step(&mut self.acc[t], even, &self.acts[2 * step][t]);
-                word_step(&mut self.acc[t], odd, &self.acts[2 * step + 1][t]);
+                word_step(&mut self.acc[t], even, self.acts[2 * step][t]);
+                word_step(&mut self.acc[t], odd, self.acts[2 * step + 1][t]);
             });
         }
     }
@@ -473,94 +400,6 @@ pub fn opaque<T>(x: &T) -> &T {
 #[inline(always)]
 fn of_stream<const NT: usize>(out: &mut [[f32; 16]], s: usize) -> &mut [[f32; 16]; NT] {
     (&mut out[NT * s..NT * (s + 1)]).try_into().expect("as many rows as tokens")
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-fn fused_byte_blocks<F: Format, const NT: usize>(
-    isa: Avx2,
-    streams: &[Stream<'_, F::Block>],
-    scales: &mut [Scales; STREAMS],
-    acts: &ByteActs,
-    out: &mut [[f32; 16]],
-) {
-    for b in 0..streams[0].blocks.len() {
-        for (s, stream) in streams.iter().enumerate() {
-            let acts = opaque(acts);
-            prefetch(isa, stream.next.wrapping_add(b), 0, 1);
-            let block = &stream.blocks[b];
-            let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
-            if F::SHIFT > 0 {
-                for t in 0..NT {
-                    acc[t] = [shifted(acts.minus_sum[b][t], F::SHIFT); 2];
-                }
-            }
-            F::part::<Pair, 0>(
-                block,
-                0,
-                &mut AddBytes { acts: &acts.q[8 * b..8 * b + 8], acc: std::array::from_mut(&mut acc) },
-            );
-            F::scales::<V>(block, 0, &mut scales[s]);
-            finish_block::<F, NT>(&scales[s], 0, acts, b, acc, of_stream(out, s));
-        }
-    }
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-fn fused_byte_super<F: Format, const SUBS: usize, const NT: usize>(
-    isa: Avx2,
-    streams: &[Stream<'_, F::Block>],
-    scales: &mut [Scales; STREAMS],
-    acts: &SuperActs,
-    out: &mut [[f32; 16]],
-) {
-    for (s, (stream, scales)) in streams.iter().zip(scales).enumerate() {
-        F::scales::<V>(&stream.blocks[0], 0, scales);
-        let mut dot = [[_mm256_setzero_si256(); 2]; NT];
-        fused_part::<F, SUBS, NT, 0>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 1>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 2>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 3>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 4>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 5>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 6>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 7>(isa, stream, scales, acts, &mut dot);
-        finish_super::<F, SUBS, NT>(scales, acts, dot, of_stream(out, s));
-    }
-}
-
-/// Part `PART` of a super-block. Never inlined: eight parts in a row are too much for the register allocator, and a call each costs a hundredth.
-#[inline(never)]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn fused_part<F: Format, const SUBS: usize, const NT: usize, const PART: usize>(
-    isa: Avx2,
-    stream: &Stream<'_, F::Block>,
-    scales: &Scales,
-    acts: &SuperActs,
-    dot: &mut Acc<NT>,
-) {
-    if PART >= F::PARTS {
-        return;
-    }
-    prefetch(isa, stream.next, PART, F::PARTS);
-    let acts = opaque(acts);
-    // As many as any format has sub-blocks in a part; the rest is optimised away.
-    let mut acc: [Acc<NT>; 2] = [[[_mm256_setzero_si256(); 2]; NT]; 2];
-    if F::SHIFT > 0 {
-        for i in 0..F::SUBS {
-            for t in 0..NT {
-                acc[i][t] = [start::<SUBS>(acts, F::sub(PART, i), t, F::SHIFT); 2];
-            }
-        }
-    }
-    F::part::<Pair, PART>(&stream.blocks[0], 0, &mut AddBytes { acts: &acts.q, acc: &mut acc });
-    for i in 0..F::SUBS {
-        let scale = int_halves(&scales.sub_scale[F::sub(PART, i)]);
-        for t in 0..NT {
-            for h in 0..2 {
-                dot[t][h] = _mm256_add_epi32(dot[t][h], _mm256_madd_epi16(acc[i][t][h], scale[h]));
-            }
-        }
-    }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -825,7 +664,7 @@ impl Isa for Avx2 {
         acts: &ByteActs,
         out: &mut [[f32; 16]],
     ) {
-        fused!(streams, out, [1 2 3 4], |NT| fused_byte_blocks::<F, NT>(self, streams, scales, acts, out));
+        fused!(streams, out, [1 2 3 4], |NT| fused::byte_blocks::<F, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn fused_byte_super<F: Format, const SUBS: usize>(
@@ -835,7 +674,7 @@ impl Isa for Avx2 {
         acts: &SuperActs,
         out: &mut [[f32; 16]],
     ) {
-        fused!(streams, out, [1 2], |NT| fused_byte_super::<F, SUBS, NT>(self, streams, scales, acts, out));
+        fused!(streams, out, [1 2], |NT| fused::byte_super::<F, SUBS, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn fused_word_blocks<F: Format>(

@@ -77,6 +77,8 @@ pub unsafe trait Format: 'static {
     /// Bytes of one GGUF block.
     const BLOCK_BYTES: usize;
     const HEAD: usize = 0;
+    /// The head, and so the last plane, is an f16 scale.
+    const HALF: bool = Self::HEAD == 2;
     /// The tile's bytes are `weight + 2^SHIFT`; 0: no offset.
     const SHIFT: u32 = 0;
     /// Whether the tile's `min` counts.
@@ -86,13 +88,63 @@ pub unsafe trait Format: 'static {
     const PARTS: usize = 1;
     const SUBS: usize = 1;
 
-    /// Which sub-block of the block the `i`th of part `part` is.
+    /// Which sub-block of a super-block of bytes the `i`th of part `part` is.
     #[inline(always)]
     fn sub(part: usize, i: usize) -> usize {
-        Self::SUBS * part + i
+        match Self::CODES {
+            Planes::Fields { of_part, .. } => of_part[part].sub[i],
+            _ => unreachable!("no sub-blocks"),
+        }
     }
+    /// Where its codes lie.
+    const CODES: Planes;
     /// Takes part `PART` apart, for the rows that `h` stands for (see `lanes`).
-    fn part<V: Bits, const PART: usize>(block: &Self::Block, h: usize, out: &mut impl Emit<V>);
+    #[inline(always)]
+    fn part<V: Bits, const PART: usize>(block: &Self::Block, h: usize, out: &mut impl Emit<V>) {
+        // A macro: see `each`.
+        macro_rules! plane {
+            ($i:expr) => {
+                // SAFETY: blocks start with their planes, as the trait asks.
+                V::load(unsafe { &*std::ptr::from_ref(block).cast::<[u32; 16]>().add($i) }, h)
+            };
+        }
+        match Self::CODES {
+            Planes::Bytes { plane } => {
+                for c in 0..8 {
+                    out.emit(0, c, plane!(plane + c));
+                }
+            }
+            Planes::Nibbles { plane, fifth, table } => {
+                for c in 0..4 {
+                    let both = plane!(plane + 4 * PART + c);
+                    for i in 0..2 {
+                        let mut code = shifted(both, -4 * i).and(V::splat(LOW4));
+                        if let Some(fifth) = fifth {
+                            code = code.or(shifted(plane!(fifth), 4 * (1 - i) - c as isize).and(V::splat(BIT4)));
+                        }
+                        if let Some(table) = table {
+                            code = code.lookup(table);
+                        }
+                        out.emit(0, 8 * PART + 4 * i as usize + c, code);
+                    }
+                }
+            }
+            Planes::Fields { low, top, of_part } => {
+                let steps = <Self::Family as Family>::SUB_STEPS;
+                let part = of_part[PART];
+                for c in 0..steps {
+                    let (v, high) = (plane!(part.plane + c), plane!(part.top + c));
+                    for i in 0..2 {
+                        let mut code = shifted(v, -part.shift[i]).and(V::splat(low));
+                        if top > 0 {
+                            code = code.or(shifted(high, part.top_shift[i]).and(V::splat(top)));
+                        }
+                        out.emit(i, steps * Self::sub(PART, i) + c, code);
+                    }
+                }
+            }
+        }
+    }
     /// Fills the scales; `slot` is which 32 of the 256 columns (always 0 for super-blocks).
     fn scales<V: Lanes>(block: &Self::Block, slot: usize, out: &mut Scales);
     /// The codes of columns `32 I ..+32` of one GGUF block, one column a byte: what the parts give, for one row.
@@ -160,18 +212,59 @@ impl<V: Lanes> Emit<V> for ToWords<'_> {
     }
 }
 
-const LOW4: u32 = 0x0f0f_0f0f;
+/// Where a block's codes lie, in planes (see [`Format`]).
+#[derive(Clone, Copy)]
+pub enum Planes {
+    /// A byte each.
+    Bytes { plane: usize },
+    /// Columns c and c + 16 of 32 share a byte; bit c of byte i of plane `fifth` is the fifth of column 4 c + i. Where there is a table, a code is an index.
+    Nibbles { plane: usize, fifth: Option<usize>, table: Option<&'static [i8; 16]> },
+    /// Those of a part's two sub-blocks: `(plane >> shift & low) | (top << top_shift & top)`, each step from the next planes.
+    Fields { low: u32, top: u32, of_part: &'static [Fields; 8] },
+}
+
+/// A part's two fields. Shifts are of dwords; bits that come from a neighbouring byte are masked away.
+#[derive(Clone, Copy)]
+pub struct Fields {
+    /// Of the first step.
+    pub plane: usize,
+    /// To the right.
+    pub shift: [isize; 2],
+    pub top: usize,
+    /// To the left; negative: to the right.
+    pub top_shift: [isize; 2],
+    /// Which sub-blocks they are.
+    pub sub: [usize; 2],
+}
+
+/// An array of what the expression gives for each part.
+macro_rules! of_part {
+    (|$part:ident| $fields:expr) => {{
+        let mut all = [Fields { plane: 0, shift: [0; 2], top: 0, top_shift: [0; 2], sub: [0; 2] }; 8];
+        let mut $part = 0;
+        while $part < 8 {
+            all[$part] = $fields;
+            $part += 1;
+        }
+        all
+    }};
+}
+
+#[inline(always)]
+fn shifted<V: Bits>(v: V, left: isize) -> V {
+    match left {
+        0 => v,
+        1.. => v.shl(left as usize),
+        _ => v.shr(-left as usize),
+    }
+}
+
+pub const LOW4: u32 = 0x0f0f_0f0f;
+pub const BIT4: u32 = 0x1010_1010;
 
 /// Runs the body once for each listed value of a constant, so that shifts can be immediate.
 macro_rules! unroll {
     ($name:ident in [$($v:literal)*] $body:block) => { $({ const $name: usize = $v; $body })* };
-}
-
-/// Columns c and c + 16 of a 32-block share a byte.
-#[inline(always)]
-fn nibbles<V: Bits>(qs: &[[u32; 16]; 4], c: usize, h: usize) -> (V, V) {
-    let v = V::load(&qs[c], h);
-    (v.and(V::splat(LOW4)), v.shr(4).and(V::splat(LOW4)))
 }
 
 #[derive(Clone, Copy)]
@@ -189,15 +282,8 @@ unsafe impl Format for Q4_0 {
     const BLOCK_BYTES: usize = 18;
     const HEAD: usize = 2;
     const SHIFT: u32 = 3;
+    const CODES: Planes = Planes::Nibbles { plane: 0, fifth: None, table: None };
 
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        for c in 0..4 {
-            let (lo, hi) = nibbles::<V>(&b.qs, c, h);
-            out.emit(0, c, lo);
-            out.emit(0, c + 4, hi);
-        }
-    }
     #[inline(always)]
     unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
         // SAFETY: by contract.
@@ -226,15 +312,8 @@ unsafe impl Format for Q4_1 {
     const BLOCK_BYTES: usize = 20;
     const HEAD_DWORDS: &[usize] = &[0];
     const MIN: bool = true;
+    const CODES: Planes = Planes::Nibbles { plane: 1, fifth: None, table: None };
 
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        for c in 0..4 {
-            let (lo, hi) = nibbles::<V>(&b.qs, c, h);
-            out.emit(0, c, lo);
-            out.emit(0, c + 4, hi);
-        }
-    }
     #[inline(always)]
     unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
         // SAFETY: by contract.
@@ -266,17 +345,6 @@ fn regroup_fifth_bits(qh: &mut [u32; 16]) {
     }
 }
 
-/// The eight steps of a block of 5-bit codes.
-#[inline(always)]
-fn five_bits<V: Bits>(qs: &[[u32; 16]; 4], qh: &[u32; 16], h: usize, out: &mut impl Emit<V>) {
-    let (fifth, bit) = (V::load(qh, h), V::splat(0x1010_1010));
-    for c in 0..4 {
-        let (lo, hi) = nibbles::<V>(qs, c, h);
-        out.emit(0, c, lo.or(fifth.shl(4 - c).and(bit)));
-        out.emit(0, c + 4, hi.or(fifth.shr(c).and(bit)));
-    }
-}
-
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Q5_0Block {
@@ -293,11 +361,8 @@ unsafe impl Format for Q5_0 {
     const BLOCK_BYTES: usize = 22;
     const HEAD: usize = 2;
     const SHIFT: u32 = 4;
+    const CODES: Planes = Planes::Nibbles { plane: 1, fifth: Some(0), table: None };
 
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        five_bits::<V>(&b.qs, &b.qh, h, out);
-    }
     #[inline(always)]
     unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
         // SAFETY: by contract.
@@ -333,11 +398,8 @@ unsafe impl Format for Q5_1 {
     // Codes up to 31 overflow the 16-bit sums unless centred; the min makes up for it.
     const SHIFT: u32 = 4;
     const MIN: bool = true;
+    const CODES: Planes = Planes::Nibbles { plane: 2, fifth: Some(1), table: None };
 
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        five_bits::<V>(&b.qs, &b.qh, h, out);
-    }
     #[inline(always)]
     unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
         // SAFETY: by contract.
@@ -365,13 +427,8 @@ unsafe impl Format for Q8_0 {
     type Family = WordBlocks;
     const BLOCK_BYTES: usize = 34;
     const HEAD: usize = 2;
+    const CODES: Planes = Planes::Bytes { plane: 0 };
 
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        for c in 0..8 {
-            out.emit(0, c, V::load(&b.qs[c], h));
-        }
-    }
     #[inline(always)]
     unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
         // SAFETY: by contract.
@@ -394,15 +451,8 @@ unsafe impl Format for Iq4Nl {
     type Family = WordBlocks;
     const BLOCK_BYTES: usize = 18;
     const HEAD: usize = 2;
+    const CODES: Planes = Planes::Nibbles { plane: 0, fifth: None, table: Some(&IQ4_VALUES) };
 
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        for c in 0..4 {
-            let (lo, hi) = nibbles::<V>(&b.qs, c, h);
-            out.emit(0, c, lo.lookup(&IQ4_VALUES));
-            out.emit(0, c + 4, hi.lookup(&IQ4_VALUES));
-        }
-    }
     #[inline(always)]
     unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
         // SAFETY: by contract.
@@ -434,15 +484,8 @@ unsafe impl Format for Mxfp4 {
     const BLOCK_BYTES: usize = 17;
     const HEAD: usize = 1;
     const SHIFT: u32 = 4;
+    const CODES: Planes = Planes::Nibbles { plane: 0, fifth: None, table: Some(&MXFP4_VALUES) };
 
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        for c in 0..4 {
-            let (lo, hi) = nibbles::<V>(&b.qs, c, h);
-            out.emit(0, c, lo.lookup(&MXFP4_VALUES));
-            out.emit(0, c + 4, hi.lookup(&MXFP4_VALUES));
-        }
-    }
     #[inline(always)]
     unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
         // SAFETY: by contract.
@@ -486,15 +529,18 @@ unsafe impl Format for Q4K {
 
     const PARTS: usize = 4;
     const SUBS: usize = 2;
+    const CODES: Planes = Planes::Fields {
+        low: LOW4,
+        top: 0,
+        of_part: &of_part!(|part| Fields {
+            plane: 4 + 8 * part,
+            shift: [0, 4],
+            top: 0,
+            top_shift: [0; 2],
+            sub: [2 * part, 2 * part + 1]
+        }),
+    };
 
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        for c in 0..8 {
-            let v = V::load(&b.qs[8 * PART + c], h);
-            out.emit(0, 16 * PART + c, v.and(V::splat(LOW4)));
-            out.emit(1, 16 * PART + 8 + c, v.shr(4).and(V::splat(LOW4)));
-        }
-    }
     #[inline(always)]
     unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
         // SAFETY: by contract.
@@ -539,30 +585,29 @@ unsafe impl Format for Q5K {
 
     const PARTS: usize = 8;
     const SUBS: usize = 2;
+    const CODES: Planes = Planes::Fields {
+        low: LOW4,
+        top: BIT4,
+        of_part: &of_part!(|part| {
+            let (n, first) = (part / 2, 4 * (part % 2));
+            let left = 4 - 2 * n as isize;
+            Fields {
+                plane: 12 + 8 * n + first,
+                shift: [0, 4],
+                top: 4 + first,
+                top_shift: [left, left - 1],
+                sub: [4 * n + part % 2, 4 * n + 2 + part % 2],
+            }
+        }),
+    };
 
-    /// Half of the columns of two times 32.
-    #[inline(always)]
-    fn sub(part: usize, i: usize) -> usize {
-        4 * (part / 2) + 2 * i + part % 2
-    }
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        let (low4, bit) = (V::splat(LOW4), V::splat(0x1010_1010));
-        let fifth_of = |fifth: V, sub: usize| if sub < 4 { fifth.shl(4 - sub) } else { fifth.shr(sub - 4) }.and(bit);
-        let n = PART / 2;
-        for c in PART % 2 * 4..PART % 2 * 4 + 4 {
-            let (fifth, v) = (V::load(&b.qh[c], h), V::load(&b.qs[8 * n + c], h));
-            out.emit(0, 16 * n + c, v.and(low4).or(fifth_of(fifth, 2 * n)));
-            out.emit(1, 16 * n + 8 + c, v.shr(4).and(low4).or(fifth_of(fifth, 2 * n + 1)));
-        }
-    }
     #[inline(always)]
     unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
         // SAFETY: by contract.
         unsafe {
             let low = V::bytes(block.add(48 + 32 * (I / 2))).shr(4 * (I % 2)).and(V::splat(LOW4));
             let fifth = V::bytes(block.add(16));
-            low.or(if I < 4 { fifth.shl(4 - I) } else { fifth.shr(I - 4) }.and(V::splat(0x1010_1010)))
+            low.or(if I < 4 { fifth.shl(4 - I) } else { fifth.shr(I - 4) }.and(V::splat(BIT4)))
         }
     }
     #[inline(always)]
@@ -586,9 +631,8 @@ unsafe impl Format for Q5K {
 
 /// Q2_K, Q3_K and Q6_K: 32 consecutive bytes hold bit fields of four times 32 columns. Part `4 n + 2 half + pair` is half of the 32 in one of the two
 /// 128s, and two of the fields: sub-blocks of 16 that lie 32 columns apart.
-const fn quarter(part: usize) -> (usize, std::ops::Range<usize>, usize) {
-    let first = part / 2 % 2 * 4;
-    (part / 4, first..first + 4, part % 2)
+const fn quarter(part: usize) -> (usize, usize, usize) {
+    (part / 4, part / 2 % 2 * 4, part % 2)
 }
 
 #[derive(Clone, Copy)]
@@ -611,23 +655,23 @@ unsafe impl Format for Q6K {
 
     const PARTS: usize = 8;
     const SUBS: usize = 2;
+    const CODES: Planes = Planes::Fields {
+        low: LOW4,
+        top: 0x3030_3030,
+        of_part: &of_part!(|part| {
+            let (n, first, field) = quarter(part);
+            let at = 8 * n + 2 * field + first / 4;
+            let left = 4 - 2 * field as isize;
+            Fields {
+                plane: 16 * n + 8 * field + first,
+                shift: [0, 4],
+                top: 32 + 8 * n + first,
+                top_shift: [left, left - 4],
+                sub: [at, at + 4],
+            }
+        }),
+    };
 
-    #[inline(always)]
-    fn sub(part: usize, i: usize) -> usize {
-        // Fields 0 and 2 share bytes, and 1 and 3.
-        8 * (part / 4) + 2 * (part % 2 + 2 * i) + part / 2 % 2
-    }
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        let (low4, bits45) = (V::splat(LOW4), V::splat(0x3030_3030));
-        let (n, columns, field) = const { quarter(PART) };
-        for c in columns {
-            let (v, top) = (V::load(&b.ql[16 * n + 8 * field + c], h), V::load(&b.qh[8 * n + c], h));
-            out.emit(0, 32 * n + 8 * field + c, v.and(low4).or(top.shl(4 - 2 * field).and(bits45)));
-            let high = if field == 0 { top } else { top.shr(2) };
-            out.emit(1, 32 * n + 8 * field + 16 + c, v.shr(4).and(low4).or(high.and(bits45)));
-        }
-    }
     #[inline(always)]
     unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
         // SAFETY: by contract.
@@ -675,22 +719,17 @@ unsafe impl Format for Q2K {
 
     const PARTS: usize = 8;
     const SUBS: usize = 2;
+    const CODES: Planes = Planes::Fields {
+        low: 0x0303_0303,
+        top: 0,
+        of_part: &of_part!(|part| {
+            let (n, first, pair) = quarter(part);
+            let at = 8 * n + 4 * pair + first / 4;
+            let right = 4 * pair as isize;
+            Fields { plane: 4 + 8 * n + first, shift: [right, right + 2], top: 0, top_shift: [0; 2], sub: [at, at + 2] }
+        }),
+    };
 
-    #[inline(always)]
-    fn sub(part: usize, i: usize) -> usize {
-        8 * (part / 4) + 2 * (2 * (part % 2) + i) + part / 2 % 2
-    }
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        let (n, columns, pair) = const { quarter(PART) };
-        for c in columns {
-            let v = V::load(&b.qs[8 * n + c], h);
-            for i in 0..2 {
-                let field = 2 * pair + i;
-                out.emit(i, 32 * n + 8 * field + c, v.shr(2 * field).and(V::splat(0x0303_0303)));
-            }
-        }
-    }
     #[inline(always)]
     unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
         // SAFETY: by contract.
@@ -733,25 +772,23 @@ unsafe impl Format for Q3K {
 
     const PARTS: usize = 8;
     const SUBS: usize = 2;
-
-    #[inline(always)]
-    fn sub(part: usize, i: usize) -> usize {
-        8 * (part / 4) + 2 * (2 * (part % 2) + i) + part / 2 % 2
-    }
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        let (low2, bit2) = (V::splat(0x0303_0303), V::splat(0x0404_0404));
-        let (n, columns, pair) = const { quarter(PART) };
-        for c in columns {
-            let (top, v) = (V::load(&b.hmask[c], h), V::load(&b.qs[8 * n + c], h));
-            for i in 0..2 {
-                let field = 2 * pair + i;
-                let s = 4 * n + field;
-                let third = if s < 2 { top.shl(2 - s) } else { top.shr(s - 2) };
-                out.emit(i, 32 * n + 8 * field + c, v.shr(2 * field).and(low2).or(third.and(bit2)));
+    const CODES: Planes = Planes::Fields {
+        low: 0x0303_0303,
+        top: 0x0404_0404,
+        of_part: &of_part!(|part| {
+            let (n, first, pair) = quarter(part);
+            let at = 8 * n + 4 * pair + first / 4;
+            let (right, left) = (4 * pair as isize, 2 - (4 * n + 2 * pair) as isize);
+            Fields {
+                plane: 8 + 8 * n + first,
+                shift: [right, right + 2],
+                top: first,
+                top_shift: [left, left - 1],
+                sub: [at, at + 2],
             }
-        }
-    }
+        }),
+    };
+
     #[inline(always)]
     unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
         // SAFETY: by contract.
@@ -796,15 +833,8 @@ unsafe impl Format for Iq4Xs {
     const HEAD_DWORDS: &[usize] = &[0];
 
     const PARTS: usize = 8;
+    const CODES: Planes = Planes::Nibbles { plane: 2, fifth: None, table: Some(&IQ4_VALUES) };
 
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(b: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        for c in 0..4 {
-            let v = V::load(&b.qs[4 * PART + c], h);
-            out.emit(0, 8 * PART + c, v.and(V::splat(LOW4)).lookup(&IQ4_VALUES));
-            out.emit(0, 8 * PART + c + 4, v.shr(4).and(V::splat(LOW4)).lookup(&IQ4_VALUES));
-        }
-    }
     #[inline(always)]
     unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
         // SAFETY: by contract.

@@ -11,98 +11,31 @@
 //! * the outputs live in memory, not in registers: each vector of them comes from L1 and goes there once a block, while the ports are busy;
 //! * a kernel is one piece of assembly. Written with intrinsics, the compiler regroups the 16-bit additions until accumulators are spilled within a step;
 //!   with a few steps a piece, it keeps outputs in registers from block to block and spills around the pieces (Q4_0 on a Zen 3: 81 cycles a block, not 56).
-//!
-//! Register `ymm<t>` holds token t's sums of rows 0 to 7, `ymm1<t>` those of rows 8 to 15.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::mem::offset_of;
 
+use super::assembly::end;
 use super::{Acc, finish_super};
 use crate::cpu::qgemm::activations::{ByteActs, SuperActs, WordActs};
 use crate::cpu::qgemm::formats::{Format, Scales, Tile};
 
-/// The lines once for each token `\t`.
-macro_rules! tokens {
-    ($($line:expr),*) => { concat!(".irp t,0,1,2,3\n.if \\t < {nt}\n", $($line, "\n",)* ".endif\n.endr") };
-}
-
-/// All steps of a block: four columns each, or two as words. The first makes the sums: they start at minus the activations' sum times the weights' offset,
-/// `2^shift`, or without an offset at zero.
+/// All steps of a block: four columns each, or two as words.
 macro_rules! steps {
-    ($first:literal, $others:literal, $mul:literal, $add:literal) => {
+    ($others:literal, $mul:literal, $add:literal) => {
         concat!(
-            steps!(@weights $first),
-            tokens!(
-                steps!(@activations $first),
-                concat!($mul, " ymm\\t, ymm8, ymm4"),
-                concat!($mul, " ymm1\\t, ymm9, ymm4"),
-                ".if {shift}",
-                "vpbroadcastd ymm4, dword ptr [{m} + {i} + {minus_sum} + 4*\\t]",
-                "vpsllw ymm4, ymm4, {shift}",
-                concat!($add, " ymm\\t, ymm\\t, ymm4"),
-                concat!($add, " ymm1\\t, ymm1\\t, ymm4"),
-                ".endif"
-            ),
+            "vmovdqa ymm8, ymmword ptr [{w}]\n",
+            "vmovdqa ymm9, ymmword ptr [{w} + 32]\n",
+            first!($mul, $add, "ymm8", "ymm9", "0", "{m} + {i} + {minus_sum}"),
             "\n.irp s,",
             $others,
             "\n.if \\s < {steps}\n",
-            steps!(@weights "\\s"),
-            tokens!(
-                steps!(@activations "\\s"),
-                concat!($mul, " ymm5, ymm8, ymm4"),
-                concat!($mul, " ymm4, ymm9, ymm4"),
-                concat!($add, " ymm\\t, ymm\\t, ymm5"),
-                concat!($add, " ymm1\\t, ymm1\\t, ymm4")
-            ),
+            "vmovdqa ymm8, ymmword ptr [{w} + 64*\\s]\n",
+            "vmovdqa ymm9, ymmword ptr [{w} + 64*\\s + 32]\n",
+            further!($mul, $add, "ymm8", "ymm9", "16*\\s"),
             "\n.endif\n.endr",
         )
-    };
-    (@weights $s:literal) => {
-        concat!(
-            "vmovdqa ymm8, ymmword ptr [{w} + 64*", $s, "]\n",
-            "vmovdqa ymm9, ymmword ptr [{w} + 64*", $s, " + 32]\n",
-        )
-    };
-    (@activations $s:literal) => {
-        concat!("vpbroadcastd ymm4, dword ptr [{a} + 16*", $s, " + 4*\\t]")
-    };
-}
-
-/// `out += sum * (scale_w * scale_a)`, the sums 32-bit integers, and what `more` says.
-macro_rules! finish {
-    ($($more:expr),*) => {
-        concat!(
-            "vmovaps ymm8, ymmword ptr [{s} + 4*{i} + {scale}]\n",
-            "vmovaps ymm9, ymmword ptr [{s} + 4*{i} + {scale} + 32]\n",
-            tokens!(
-                "vbroadcastss ymm4, dword ptr [{m} + {i} + {d} + 4*\\t]",
-                "vcvtdq2ps ymm\\t, ymm\\t",
-                "vcvtdq2ps ymm1\\t, ymm1\\t",
-                "vmulps ymm5, ymm8, ymm4",
-                "vmulps ymm6, ymm9, ymm4",
-                "vfmadd213ps ymm\\t, ymm5, ymmword ptr [{out} + 64*\\t]",
-                "vfmadd213ps ymm1\\t, ymm6, ymmword ptr [{out} + 64*\\t + 32]",
-                $($more,)*
-                "vmovups ymmword ptr [{out} + 64*\\t], ymm\\t",
-                "vmovups ymmword ptr [{out} + 64*\\t + 32], ymm1\\t"
-            ),
-        )
-    };
-}
-
-/// So many bytes on: what an index that counts up to zero is added to.
-fn end<T>(x: &T, bytes: usize) -> *const u8 {
-    std::ptr::from_ref(x).cast::<u8>().wrapping_add(bytes)
-}
-
-/// Assembly of which all vector registers are its own.
-macro_rules! kernel {
-    ($($line:expr),*; $($operand:tt)*) => {
-        asm!($($line,)* $($operand)*,
-            out("ymm0") _, out("ymm1") _, out("ymm2") _, out("ymm3") _, out("ymm4") _, out("ymm5") _, out("ymm6") _, out("ymm7") _,
-            out("ymm8") _, out("ymm9") _, out("ymm10") _, out("ymm11") _, out("ymm12") _, out("ymm13") _, out("ymm14") _, out("ymm15") _,
-            options(nostack))
     };
 }
 
@@ -116,9 +49,9 @@ pub fn byte_blocks<F: Format, const NT: usize>(tile: &Tile, acts: &ByteActs, blo
     unsafe {
         kernel!(
             "vpcmpeqw ymm15, ymm15, ymm15", "vpsrlw ymm15, ymm15, 15", ".p2align 5", "2:",
-            steps!("0", "1,2,3,4,5,6,7", "vpmaddubsw", "vpaddw"),
+            steps!("1,2,3,4,5,6,7", "vpmaddubsw", "vpaddw"),
             tokens!("vpmaddwd ymm\\t, ymm\\t, ymm15", "vpmaddwd ymm1\\t, ymm1\\t, ymm15"),
-            finish!(
+            finish!(unpacked_scale!();
                 ".if {min}",
                 "vbroadcastss ymm4, dword ptr [{m} + {i} + {sum} + 4*\\t]",
                 "vfmadd231ps ymm\\t, ymm4, ymmword ptr [{s} + 4*{i} + {mins}]",
@@ -147,7 +80,7 @@ pub fn byte_super<F: Format, const SUBS: usize, const NT: usize>(
     unsafe {
         kernel!(
             ".p2align 5", "2:",
-            steps!("0", "1,2,3,4,5,6,7", "vpmaddubsw", "vpaddw"),
+            steps!("1,2,3,4,5,6,7", "vpmaddubsw", "vpaddw"),
             "vmovdqa ymm8, ymmword ptr [{s} + 4*{i} + {scale}]", "vmovdqa ymm9, ymmword ptr [{s} + 4*{i} + {scale} + 32]",
             tokens!(
                 "vpmaddwd ymm\\t, ymm\\t, ymm8",
@@ -177,8 +110,8 @@ pub fn word_blocks<const NT: usize>(tile: &Tile, acts: &WordActs, blocks: usize,
     unsafe {
         kernel!(
             ".p2align 5", "2:",
-            steps!("0", "1,2,3,4,5,6,7,8,9,10,11,12,13,14,15", "vpmaddwd", "vpaddd"),
-            finish!(),
+            steps!("1,2,3,4,5,6,7,8,9,10,11,12,13,14,15", "vpmaddwd", "vpaddd"),
+            finish!(unpacked_scale!();),
             "add {w}, 64 * {steps}", "add {a}, 16 * {steps}", "add {i}, 16", "jnz 2b";
             w = inout(reg) tile.q.as_ptr() => _, a = inout(reg) acts.q.as_ptr() => _, m = in(reg) end(acts, 16 * blocks), s = in(reg) end(&tile.scales, 64 * blocks),
             i = inout(reg) -16 * blocks as isize => _, out = in(reg) out.as_mut_ptr(),
