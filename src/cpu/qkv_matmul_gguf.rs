@@ -346,12 +346,16 @@ struct Floats<'a, I, G>(Task<'a, I>, PhantomData<G>);
 impl<I: Isa, G: FloatFormat> Work for Floats<'_, I, G> {
     #[inline(always)]
     fn run(self) {
-        let task = &self.0;
-        for g in task.groups.clone() {
+        let (task, count) = (&self.0, self.0.count());
+        // Few tokens: as for codes; and sums are chains of one addition a column, which wait less side by side.
+        let streams = if count <= 2 && matches!(task.source(), Source::Packed(_)) { qgemm::STREAMS } else { 1 };
+        for first in task.groups.clone().step_by(streams) {
+            let groups = first..task.groups.end.min(first + streams);
             let (source, cols) = (task.source(), task.projection.weight.cols);
+            let scratch = task.scratch();
             let out =
-                qgemm::row_group_float::<I, G>(task.isa, source, g, cols, task.acts(), task.count(), task.scratch());
-            task.finish(g..g + 1, out);
+                qgemm::row_groups_float::<I, G>(task.isa, source, groups.clone(), cols, task.acts(), count, scratch);
+            task.finish(groups, out);
         }
     }
 }

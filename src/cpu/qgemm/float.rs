@@ -2,9 +2,10 @@
 
 use super::activations::{CHUNK, Family, Layout};
 use super::formats::{Format, Tile};
-use super::lanes::Lanes;
+use super::lanes::{Bits, Lanes};
 use super::pack::RawRows;
-use super::{Isa, ROWS, TOKENS};
+use super::{Isa, ROWS, STREAMS, TOKENS, Work};
+use std::marker::PhantomData;
 
 /// Sixteen rows by 256 columns, decoded: `w[column][row]`.
 #[derive(Clone, Copy)]
@@ -68,6 +69,8 @@ pub trait FloatFormat: 'static {
     type Element: Copy + Send + Sync + 'static;
     fn from_le(bytes: &[u8]) -> Self::Element;
     fn decode<V: Lanes>(plane: &[Self::Element; 16], h: usize) -> V::F;
+    /// The columns that a dword of each row holds, as floats.
+    fn decode_dwords<V: Lanes>(v: V, h: usize, out: &mut [[f32; 16]]);
 }
 
 pub struct F32;
@@ -84,6 +87,10 @@ impl FloatFormat for F32 {
     fn decode<V: Lanes>(plane: &[f32; 16], h: usize) -> V::F {
         V::load_f32(plane, h)
     }
+    #[inline(always)]
+    fn decode_dwords<V: Lanes>(v: V, h: usize, out: &mut [[f32; 16]]) {
+        v.store(bits(&mut out[0]), h);
+    }
 }
 
 impl FloatFormat for F16 {
@@ -95,6 +102,11 @@ impl FloatFormat for F16 {
     #[inline(always)]
     fn decode<V: Lanes>(plane: &[u16; 16], h: usize) -> V::F {
         V::load_f16(plane, h)
+    }
+    #[inline(always)]
+    fn decode_dwords<V: Lanes>(v: V, h: usize, out: &mut [[f32; 16]]) {
+        V::store_f32(v.low_f16(), &mut out[0], h);
+        V::store_f32(v.high_f16(), &mut out[1], h);
     }
 }
 
@@ -108,6 +120,17 @@ impl FloatFormat for Bf16 {
     fn decode<V: Lanes>(plane: &[u16; 16], h: usize) -> V::F {
         V::load_bf16(plane, h)
     }
+    #[inline(always)]
+    fn decode_dwords<V: Lanes>(v: V, h: usize, out: &mut [[f32; 16]]) {
+        v.shl(16).store(bits(&mut out[0]), h);
+        v.and(V::splat(0xffff_0000)).store(bits(&mut out[1]), h);
+    }
+}
+
+#[inline(always)]
+fn bits(plane: &mut [f32; 16]) -> &mut [u32; 16] {
+    // SAFETY: the same size and alignment, and any bits are a float.
+    unsafe { &mut *std::ptr::from_mut(plane).cast() }
 }
 
 /// Columns `first ..first + out.len()` of the rows `16 group ..+16`, transposed; rows past the end become zeros.
@@ -127,10 +150,103 @@ pub fn pack_columns<F: FloatFormat>(raw: RawRows<'_>, group: usize, first: usize
 }
 
 #[inline(always)]
-pub fn decode_columns<I: Isa, F: FloatFormat>(_isa: I, planes: &[[F::Element; 16]], tile: &mut FloatTile) {
-    for (w, plane) in tile.w.iter_mut().zip(planes) {
+pub fn decode_columns<I: Isa, F: FloatFormat>(_isa: I, planes: &[[F::Element; 16]], out: &mut [[f32; 16]]) {
+    for (w, plane) in out.iter_mut().zip(planes) {
         for h in 0..I::V::HALVES {
             <I::V as Lanes>::store_f32(F::decode::<I::V>(plane, h), w, h);
+        }
+    }
+}
+
+/// Decodes columns `first ..first + count` of the rows `16 group ..+16` as they lie; rows past the end become zeros. As `pack_blocks`, squares of dwords are
+/// transposed in registers, while each row's next columns are asked for.
+pub struct DecodeRows<'a, I, F> {
+    pub isa: I,
+    pub raw: RawRows<'a>,
+    pub group: usize,
+    pub first: usize,
+    pub count: usize,
+    pub tile: &'a mut FloatTile,
+    pub format: PhantomData<F>,
+}
+
+impl<I: Isa, F: FloatFormat> Work for DecodeRows<'_, I, F> {
+    #[inline(always)]
+    fn run(self) {
+        let DecodeRows { isa, raw, group, first, count, tile, .. } = self;
+        let (size, stride) = (size_of::<F::Element>(), raw.row_bytes);
+        let per_square = 16 / size;
+        let whole = if raw.rows < ROWS * (group + 1) { 0 } else { count / per_square * per_square };
+        if whole > 0 {
+            let at = |r: usize| &raw.row(ROWS * group + r, (first + whole) * size)[first * size..];
+            let (base, _last) = (at(0).as_ptr(), at(ROWS - 1));
+            let (squares, lines) = (whole / per_square, (whole * size).div_ceil(64));
+            for (j, out) in tile.w[..whole].chunks_exact_mut(per_square).enumerate() {
+                for r in ROWS * j / squares..ROWS * (j + 1) / squares {
+                    let next = base.wrapping_add(r * stride + whole * size);
+                    for line in 0..lines {
+                        isa.prefetch(next.wrapping_add(64 * line));
+                    }
+                }
+                let mut planes = [[0; ROWS]; 4];
+                for h in 0..2 {
+                    // SAFETY: the first and the last of the 16 rows hold these columns, so all do.
+                    unsafe { isa.transpose(base.add(8 * h * stride + 16 * j), stride, &mut planes, h) };
+                }
+                for (plane, out) in planes.iter().zip(out.chunks_exact_mut(per_square / 4)) {
+                    for h in 0..I::V::HALVES {
+                        F::decode_dwords(I::V::load(plane, h), h, out);
+                    }
+                }
+            }
+        }
+        let rest = &mut [[F::from_le(&[0; 4]); ROWS]; CHUNK][..count - whole];
+        pack_columns::<F>(raw, group, first + whole, rest);
+        decode_columns::<I, F>(isa, rest, &mut tile.w[whole..]);
+    }
+}
+
+/// `out[stream][token][row] += ` the product of packed columns, decoded in registers: few tokens are over before a tile would be written. The additions of
+/// [`Isa::float`].
+#[inline(always)]
+pub fn fused<V: Lanes, F: FloatFormat>(
+    streams: [&[[F::Element; 16]]; STREAMS],
+    count: usize,
+    acts: &FloatActs,
+    out: &mut [[f32; 16]],
+) {
+    match (count, out.len() / count) {
+        (1, 1) => multiply::<V, F, 1, 1>([streams[0]], acts, out),
+        (1, 2) => multiply::<V, F, 1, 2>([streams[0]], acts, out),
+        (1, 3) => multiply::<V, F, 1, 3>([streams[0]], acts, out),
+        (1, _) => multiply::<V, F, 1, 4>([streams[0]], acts, out),
+        (_, 1) => multiply::<V, F, 2, 1>(streams, acts, out),
+        _ => multiply::<V, F, 2, 2>(streams, acts, out),
+    }
+}
+
+#[inline(always)]
+fn multiply<V: Lanes, F: FloatFormat, const S: usize, const NT: usize>(
+    streams: [&[[F::Element; 16]]; S],
+    acts: &FloatActs,
+    out: &mut [[f32; 16]],
+) {
+    // Of vectors as long as a plane, the second is of no account.
+    let mut acc = [[[V::splat_f32(0.0); 2]; NT]; S];
+    for (k, x) in acts.x[..streams[0].len()].iter().enumerate() {
+        for s in 0..S {
+            for h in 0..V::HALVES {
+                let w = F::decode::<V>(&streams[s][k], h);
+                for t in 0..NT {
+                    acc[s][t][h] = V::mul_add(w, V::splat_f32(x[t]), acc[s][t][h]);
+                }
+            }
+        }
+    }
+    for (out, acc) in out.iter_mut().zip(acc.as_flattened()) {
+        for h in 0..V::HALVES {
+            let sum = V::mul_add(acc[h], V::splat_f32(1.0), V::load_f32(out, h));
+            V::store_f32(sum, out, h);
         }
     }
 }

@@ -54,7 +54,7 @@ pub mod portable;
 pub mod rowwise;
 
 use activations::{ByteActs, CHUNK, Codes, Family, Layout, SuperActs, WordActs};
-use float::{FloatActs, FloatFormat, FloatTile, decode_columns, decode_tile, pack_columns};
+use float::{DecodeRows, FloatActs, FloatFormat, FloatTile, decode_columns, decode_tile, pack_columns};
 use formats::{Format, Scales, Tile};
 use lanes::Lanes;
 use pack::{RawRows, blocks_per_row, pack_blocks};
@@ -481,39 +481,62 @@ pub fn row_group_decoded<'s, I: Isa, F: Format>(
     out
 }
 
-/// The same for float weights.
+/// Columns `first ..first + count` of a packed row group.
+fn packed_columns<F: FloatFormat>(
+    bytes: &[u8],
+    group: usize,
+    cols: usize,
+    first: usize,
+    count: usize,
+) -> &[[F::Element; ROWS]] {
+    let len = size_of::<[F::Element; ROWS]>();
+    let chunk = &bytes[(group * cols + first) * len..][..count * len];
+    debug_assert!(chunk.as_ptr().cast::<[F::Element; ROWS]>().is_aligned());
+    // SAFETY: packed data starts aligned and consists of whole planes of plain numbers.
+    unsafe { std::slice::from_raw_parts(chunk.as_ptr().cast(), count) }
+}
+
+/// As [`row_groups`], for float weights; two row groups together where there are no more than two tokens.
 #[inline(always)]
-pub fn row_group_float<'s, I: Isa, F: FloatFormat>(
+pub fn row_groups_float<'s, I: Isa, F: FloatFormat>(
     isa: I,
     source: Source<'_>,
-    group: usize,
+    groups: Range<usize>,
     cols: usize,
     acts: &[FloatActs],
     tokens: usize,
     scratch: &'s mut Scratch,
 ) -> &'s mut [[f32; ROWS]] {
-    let Scratch { decoded, packed, out, .. } = scratch;
-    let out = &mut out[..tokens];
+    let Scratch { decoded, out, .. } = scratch;
+    let out = &mut out[..groups.len() * tokens];
     out.fill([0.0; ROWS]);
     for (chunk, acts) in acts.chunks_exact(tokens.div_ceil(TOKENS)).enumerate() {
         let first = chunk * CHUNK;
         let count = CHUNK.min(cols - first);
-        let planes: &[[F::Element; ROWS]] = match source {
-            Source::Packed(bytes) => {
-                let len = size_of::<[F::Element; ROWS]>();
-                let chunk = &bytes[(group * cols + first) * len..][..count * len];
-                debug_assert!(chunk.as_ptr().cast::<[F::Element; ROWS]>().is_aligned());
-                // SAFETY: packed data starts aligned and consists of whole planes of plain numbers.
-                unsafe { std::slice::from_raw_parts(chunk.as_ptr().cast(), count) }
+        match source {
+            Source::Packed(bytes) if tokens <= I::FUSED => {
+                let mut streams: [&[[F::Element; ROWS]]; STREAMS] = [&[]; STREAMS];
+                for (s, group) in streams.iter_mut().zip(groups.clone()) {
+                    *s = packed_columns::<F>(bytes, group, cols, first, count);
+                }
+                float::fused::<I::V, F>(streams, groups.len(), &acts[0], out);
+                continue;
             }
-            Source::Raw(raw) => {
-                let planes = packed[0].of(count);
-                pack_columns::<F>(raw, group, first, planes);
-                planes
+            _ => {}
+        }
+        for (group, out) in groups.clone().zip(out.chunks_exact_mut(tokens)) {
+            match source {
+                Source::Packed(bytes) => {
+                    decode_columns::<I, F>(isa, packed_columns::<F>(bytes, group, cols, first, count), &mut decoded.w);
+                }
+                Source::Raw(raw) => {
+                    let isa = isa.narrow();
+                    let tile = &mut *decoded;
+                    isa.enter(DecodeRows::<I::Narrow, F> { isa, raw, group, first, count, tile, format: PhantomData });
+                }
             }
-        };
-        decode_columns::<I, F>(isa, planes, decoded);
-        isa.floats(decoded, acts, count, out);
+            isa.floats(decoded, acts, count, out);
+        }
     }
     out
 }
