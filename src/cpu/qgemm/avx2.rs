@@ -9,7 +9,7 @@
 //! The sums stay in 16 bits over a whole sub-block. They start at `-offset * sum(q_a)`, so that what they end with is the sum of the
 //! centred products and fits; that the value wraps on the way there does no harm.
 //!
-//! The steps are inline assembly: written with intrinsics, the compiler regroups the 16-bit additions (they are associative), which
+//! The kernels are assembly (`tile`, `fused`): written with intrinsics, the compiler regroups the 16-bit additions (they are associative), which
 //! lengthens lifetimes until accumulators are spilled inside the loop.
 
 #[macro_use]

@@ -76,6 +76,19 @@ macro_rules! finish {
     };
 }
 
+/// For [`finish`]: the weights' mins times the activations' sums.
+macro_rules! add_min {
+    () => {
+        concat!(
+            ".if {min}\n",
+            "vbroadcastss ymm4, dword ptr [{m} + {i} + {sum} + 4*\\t]\n",
+            "vfmadd231ps ymm\\t, ymm4, ymmword ptr [{s} + 4*{i} + {mins}]\n",
+            "vfmadd231ps ymm1\\t, ymm4, ymmword ptr [{s} + 4*{i} + {mins} + 32]\n",
+            ".endif",
+        )
+    };
+}
+
 /// So many bytes on: what an index that counts up to zero is added to.
 pub fn end<T>(x: &T, bytes: usize) -> *const u8 {
     std::ptr::from_ref(x).cast::<u8>().wrapping_add(bytes)

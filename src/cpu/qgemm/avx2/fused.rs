@@ -32,6 +32,7 @@ impl Constants {
     }
 }
 
+/// What the text of [`block`] needs to know of an encoding.
 struct Blocks<F>(F);
 impl<F: Format> Blocks<F> {
     /// The first plane of codes, and that of their fifth bits.
@@ -50,24 +51,18 @@ impl<F: Format> Blocks<F> {
 }
 
 /// Brings the codes of columns `4 c ..` and `16 + 4 c ..`, one half of the rows each.
+#[rustfmt::skip]
 macro_rules! load {
     ($c:literal, $v0:literal, $v1:literal) => {
         concat!(
-            "vmovdqu ",
-            $v0,
-            ", ymmword ptr [{b} + {codes} + 64*",
-            $c,
-            "]\n",
-            "vmovdqu ",
-            $v1,
-            ", ymmword ptr [{b} + {codes} + 64*",
-            $c,
-            " + 32]",
+            "vmovdqu ", $v0, ", ymmword ptr [{b} + {codes} + 64*", $c, "]\n",
+            "vmovdqu ", $v1, ", ymmword ptr [{b} + {codes} + 64*", $c, " + 32]",
         )
     };
 }
 
 /// Takes them apart, the lower halves to 8 and 9, and multiplies.
+#[rustfmt::skip]
 macro_rules! columns {
     ($c:literal, $v0:literal, $v1:literal) => {
         concat!(
@@ -114,11 +109,7 @@ macro_rules! block_kernel {
                     ".if {f16}\nvcvtph2ps ymm8, xmmword ptr [{b} + {d_at}]\nvcvtph2ps ymm9, xmmword ptr [{b} + {d_at} + 16]\n.else\n",
                     unpacked_scale!(), ".endif\n"
                 );
-                ".if {min}",
-                "vbroadcastss ymm4, dword ptr [{m} + {i} + {sum} + 4*\\t]",
-                "vfmadd231ps ymm\\t, ymm4, ymmword ptr [{s} + 4*{i} + {mins}]",
-                "vfmadd231ps ymm1\\t, ymm4, ymmword ptr [{s} + 4*{i} + {mins} + 32]",
-                ".endif"
+                add_min!()
             );
             b = in(reg) $block, a = in(reg) $acts.q[8 * $b..].as_ptr(), m = in(reg) $acts, s = in(reg) $scales, i = in(reg) 16 * $b,
             out = in(reg) $out.as_mut_ptr(), k = in(reg) Blocks::<$F>::CONSTANTS,
@@ -183,6 +174,7 @@ pub fn byte_blocks<F: Format, const NT: usize>(
     }
 }
 
+/// What the text of [`part`] needs to know of an encoding.
 struct Super<F, const PART: usize>(F);
 impl<F: Format, const PART: usize> Super<F, PART> {
     const MASKS: (u32, u32) = match F::CODES {
@@ -197,60 +189,22 @@ impl<F: Format, const PART: usize> Super<F, PART> {
 }
 
 /// `to`: the codes of a field of the planes at step `\c`, whose low bits are in `from`, for the half of the rows at `half`.
+#[rustfmt::skip]
 macro_rules! field {
     ($to:literal, $from:literal, $shift:literal, $top_shift:literal, $half:literal) => {
         concat!(
-            ".if {",
-            $shift,
-            "}\n",
-            "vpsrld ",
-            $to,
-            ", ",
-            $from,
-            ", {",
-            $shift,
-            "}\n",
-            "vpand ",
-            $to,
-            ", ",
-            $to,
-            ", ymm6\n",
+            ".if {", $shift, "}\n",
+            "vpsrld ", $to, ", ", $from, ", {", $shift, "}\n",
+            "vpand ", $to, ", ", $to, ", ymm6\n",
             ".else\n",
-            "vpand ",
-            $to,
-            ", ",
-            $from,
-            ", ymm6\n",
+            "vpand ", $to, ", ", $from, ", ymm6\n",
             ".endif\n",
             ".if {top}\n",
-            ".if {",
-            $top_shift,
-            "}\n",
-            "vmovdqu ymm4, ymmword ptr [{b} + {top_at} + 64*\\c + ",
-            $half,
-            "]\n",
-            ".if {",
-            $top_shift,
-            "} > 0\n",
-            "vpslld ymm4, ymm4, {",
-            $top_shift,
-            "}\n",
-            ".else\n",
-            "vpsrld ymm4, ymm4, -({",
-            $top_shift,
-            "})\n",
-            ".endif\n",
+            "vmovdqu ymm4, ymmword ptr [{b} + {top_at} + 64*\\c + ", $half, "]\n",
+            ".if {", $top_shift, "} > 0\n", "vpslld ymm4, ymm4, {", $top_shift, "}\n", ".endif\n",
+            ".if {", $top_shift, "} < 0\n", "vpsrld ymm4, ymm4, -({", $top_shift, "})\n", ".endif\n",
             "vpand ymm4, ymm4, ymm7\n",
-            ".else\n",
-            "vpand ymm4, ymm7, ymmword ptr [{b} + {top_at} + 64*\\c + ",
-            $half,
-            "]\n",
-            ".endif\n",
-            "vpor ",
-            $to,
-            ", ",
-            $to,
-            ", ymm4\n",
+            "vpor ", $to, ", ", $to, ", ymm4\n",
             ".endif\n",
         )
     };

@@ -51,13 +51,7 @@ pub fn byte_blocks<F: Format, const NT: usize>(tile: &Tile, acts: &ByteActs, blo
             "vpcmpeqw ymm15, ymm15, ymm15", "vpsrlw ymm15, ymm15, 15", ".p2align 5", "2:",
             steps!("1,2,3,4,5,6,7", "vpmaddubsw", "vpaddw"),
             tokens!("vpmaddwd ymm\\t, ymm\\t, ymm15", "vpmaddwd ymm1\\t, ymm1\\t, ymm15"),
-            finish!(unpacked_scale!();
-                ".if {min}",
-                "vbroadcastss ymm4, dword ptr [{m} + {i} + {sum} + 4*\\t]",
-                "vfmadd231ps ymm\\t, ymm4, ymmword ptr [{s} + 4*{i} + {mins}]",
-                "vfmadd231ps ymm1\\t, ymm4, ymmword ptr [{s} + 4*{i} + {mins} + 32]",
-                ".endif"
-            ),
+            finish!(unpacked_scale!(); add_min!()),
             "add {w}, 64 * {steps}", "add {a}, 16 * {steps}", "add {i}, 16", "jnz 2b";
             w = inout(reg) tile.q.as_ptr() => _, a = inout(reg) acts.q.as_ptr() => _, m = in(reg) end(acts, 16 * blocks), s = in(reg) end(&tile.scales, 64 * blocks),
             i = inout(reg) -16 * blocks as isize => _, out = in(reg) out.as_mut_ptr(),
