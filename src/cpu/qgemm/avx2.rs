@@ -21,7 +21,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::activations::{ByteActs, CHUNK, Codes, Family, SuperActs, TINY, WordActs};
-use super::float::{FloatActs, FloatTile};
+use super::float::{FloatActs, FloatFormat, FloatTile, ask_ahead};
 use super::formats::{Emit, Format, RowBits, Scales, Tile};
 use super::lanes::{Bits, Lanes};
 use super::pack::RawRows;
@@ -469,6 +469,72 @@ fn float<const NT: usize>(tile: &FloatTile, acts: &FloatActs, cols: usize, out: 
     }
 }
 
+/// Naively: for each row and column, `sum[row] += w[row][column] * x[column]`. Sixteen rows are summed side by side, so that each has the chain of additions
+/// of a packed one; eight columns of eight rows are transposed on the way.
+///
+/// # Safety
+/// As [`Isa::float_rows`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn float_rows<F: FloatFormat>(
+    isa: Avx2,
+    rows: *const u8,
+    stride: usize,
+    cols: usize,
+    acts: &FloatActs,
+    out: &mut [f32; 16],
+) {
+    let size = size_of::<F::Element>();
+    let mut acc = [_mm256_setzero_ps(); 2];
+    for (step, x) in acts.x[..cols].as_chunks::<8>().0.iter().enumerate() {
+        ask_ahead(isa, rows, stride, cols * size, step, cols / 8);
+        for h in 0..2 {
+            let v = each!([0, 1, 2, 3, 4, 5, 6, 7] r => {
+                // SAFETY: by contract.
+                unsafe { eight::<F>(rows.add((8 * h + r) * stride + 8 * step * size)) }
+            });
+            for (w, x) in transpose_floats(v).into_iter().zip(x) {
+                acc[h] = _mm256_fmadd_ps(w, _mm256_set1_ps(x[0]), acc[h]);
+            }
+        }
+    }
+    let o = halves(out);
+    store_halves([_mm256_add_ps(o[0], acc[0]), _mm256_add_ps(o[1], acc[1])], out);
+}
+
+/// Eight columns of a row.
+///
+/// # Safety
+/// They can be read.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn eight<F: FloatFormat>(p: *const u8) -> __m256 {
+    // SAFETY: by contract.
+    unsafe {
+        if size_of::<F::Element>() == 4 {
+            _mm256_loadu_ps(p.cast())
+        } else if F::HALF {
+            _mm256_cvtph_ps(_mm_loadu_si128(p.cast()))
+        } else {
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()))))
+        }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn transpose_floats(v: [__m256; 8]) -> [__m256; 8] {
+    // Pairs of rows, then fours within each 128 bits, then both halves.
+    let pairs = each!([0, 2, 4, 6] r => [_mm256_unpacklo_ps(v[r], v[r + 1]), _mm256_unpackhi_ps(v[r], v[r + 1])]);
+    let fours = each!([[0, 0], [0, 1], [2, 0], [2, 1]] at => {
+        let (a, b) = (pairs[at[0]][at[1]], pairs[at[0] + 1][at[1]]);
+        [_mm256_shuffle_ps::<0b01_00_01_00>(a, b), _mm256_shuffle_ps::<0b11_10_11_10>(a, b)]
+    });
+    each!([0, 1, 2, 3, 4, 5, 6, 7] i => {
+        let (low, high) = (fours[i % 4 / 2][i % 2], fours[2 + i % 4 / 2][i % 2]);
+        if i < 4 { _mm256_permute2f128_ps::<0x20>(low, high) } else { _mm256_permute2f128_ps::<0x31>(low, high) }
+    })
+}
+
 /// As `activations::quantise`.
 #[target_feature(enable = "avx2,fma,f16c")]
 fn quantise(x: &[f32; CHUNK], act_block: usize, out: &mut Codes) {
@@ -685,6 +751,20 @@ impl Isa for Avx2 {
         out: &mut [[f32; 16]],
     ) {
         fused!(streams, out, [1 2 3 4], |NT| fused_word_blocks::<F, NT>(self, streams, scales, acts, out));
+    }
+    const FLOAT_ROWS: bool = true;
+
+    #[inline(always)]
+    unsafe fn float_rows<F: FloatFormat>(
+        self,
+        rows: *const u8,
+        stride: usize,
+        cols: usize,
+        acts: &FloatActs,
+        out: &mut [f32; 16],
+    ) {
+        // SAFETY: an `Avx2` exists only where the CPU has these features; the rest by contract.
+        unsafe { float_rows::<F>(self, rows, stride, cols, acts, out) }
     }
     #[inline(always)]
     fn quantise(self, x: &[f32; CHUNK], act_block: usize, out: &mut Codes) {

@@ -67,6 +67,8 @@ pub fn decode_tile<V: Lanes, F: Format>(tile: &Tile, steps: usize, out: &mut Flo
 /// Weights that are floats. Packed: `[group][column][16 rows]`.
 pub trait FloatFormat: 'static {
     type Element: Copy + Send + Sync + 'static;
+    /// Two bytes are an f16, not a bf16.
+    const HALF: bool = false;
     fn from_le(bytes: &[u8]) -> Self::Element;
     fn decode<V: Lanes>(plane: &[Self::Element; 16], h: usize) -> V::F;
     /// The columns that a dword of each row holds, as floats.
@@ -95,6 +97,7 @@ impl FloatFormat for F32 {
 
 impl FloatFormat for F16 {
     type Element = u16;
+    const HALF: bool = true;
     #[inline(always)]
     fn from_le(b: &[u8]) -> u16 {
         u16::from_le_bytes([b[0], b[1]])
@@ -158,6 +161,23 @@ pub fn decode_columns<I: Isa, F: FloatFormat>(_isa: I, planes: &[[F::Element; 16
     }
 }
 
+/// The bytes `at ..at + len` of the first of the rows `16 group ..+16`, all of which have them.
+#[inline(always)]
+pub fn sixteen_rows(raw: RawRows<'_>, group: usize, at: usize, len: usize) -> *const u8 {
+    let [first, _last] = [0, ROWS - 1].map(|r| &raw.row(ROWS * group + r, at + len)[at..]);
+    first.as_ptr()
+}
+
+/// In the course of `steps` steps, asks for what follows `len` bytes in each of sixteen rows.
+#[inline(always)]
+pub fn ask_ahead<I: Isa>(isa: I, rows: *const u8, stride: usize, len: usize, step: usize, steps: usize) {
+    for r in ROWS * step / steps..ROWS * (step + 1) / steps {
+        for line in 0..len.div_ceil(64) {
+            isa.prefetch(rows.wrapping_add(r * stride + len + 64 * line));
+        }
+    }
+}
+
 /// Decodes columns `first ..first + count` of the rows `16 group ..+16` as they lie; rows past the end become zeros. As `pack_blocks`, squares of dwords are
 /// transposed in registers, while each row's next columns are asked for.
 pub struct DecodeRows<'a, I, F> {
@@ -178,16 +198,9 @@ impl<I: Isa, F: FloatFormat> Work for DecodeRows<'_, I, F> {
         let per_square = 16 / size;
         let whole = if raw.rows < ROWS * (group + 1) { 0 } else { count / per_square * per_square };
         if whole > 0 {
-            let at = |r: usize| &raw.row(ROWS * group + r, (first + whole) * size)[first * size..];
-            let (base, _last) = (at(0).as_ptr(), at(ROWS - 1));
-            let (squares, lines) = (whole / per_square, (whole * size).div_ceil(64));
+            let base = sixteen_rows(raw, group, first * size, whole * size);
             for (j, out) in tile.w[..whole].chunks_exact_mut(per_square).enumerate() {
-                for r in ROWS * j / squares..ROWS * (j + 1) / squares {
-                    let next = base.wrapping_add(r * stride + whole * size);
-                    for line in 0..lines {
-                        isa.prefetch(next.wrapping_add(64 * line));
-                    }
-                }
+                ask_ahead(isa, base, stride, whole * size, j, whole / per_square);
                 let mut planes = [[0; ROWS]; 4];
                 for h in 0..2 {
                     // SAFETY: the first and the last of the 16 rows hold these columns, so all do.

@@ -155,6 +155,23 @@ pub trait Isa: Copy + Send + Sync + 'static {
         unreachable!("ROWWISE is false")
     }
 
+    /// Whether [`Isa::float_rows`] is there, for columns in whole eights.
+    const FLOAT_ROWS: bool = false;
+    /// `out[row] += ` the product of sixteen raw rows with one token, as [`Isa::float`] adds it up.
+    ///
+    /// # Safety
+    /// Sixteen rows, `stride` bytes apart, hold `cols` columns.
+    unsafe fn float_rows<F: FloatFormat>(
+        self,
+        _rows: *const u8,
+        _stride: usize,
+        _cols: usize,
+        _acts: &FloatActs,
+        _out: &mut [f32; ROWS],
+    ) {
+        unreachable!("FLOAT_ROWS is false")
+    }
+
     #[inline(always)]
     fn quantise(self, x: &[f32; CHUNK], act_block: usize, out: &mut Codes) {
         activations::quantise(x, act_block, out);
@@ -528,6 +545,15 @@ pub fn row_groups_float<'s, I: Isa, F: FloatFormat>(
             match source {
                 Source::Packed(bytes) => {
                     decode_columns::<I, F>(isa, packed_columns::<F>(bytes, group, cols, first, count), &mut decoded.w);
+                }
+                Source::Raw(raw)
+                    if I::Narrow::FLOAT_ROWS && tokens == 1 && count % 8 == 0 && ROWS * (group + 1) <= raw.rows =>
+                {
+                    let size = size_of::<F::Element>();
+                    let rows = float::sixteen_rows(raw, group, first * size, count * size);
+                    // SAFETY: they hold these columns.
+                    unsafe { isa.narrow().float_rows::<F>(rows, raw.row_bytes, count, &acts[0], &mut out[0]) };
+                    continue;
                 }
                 Source::Raw(raw) => {
                     let isa = isa.narrow();
