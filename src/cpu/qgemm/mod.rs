@@ -547,7 +547,10 @@ pub fn row_groups_float<'s, I: Isa, F: FloatFormat>(
                     decode_columns::<I, F>(isa, packed_columns::<F>(bytes, group, cols, first, count), &mut decoded.w);
                 }
                 Source::Raw(raw)
-                    if I::Narrow::FLOAT_ROWS && tokens == 1 && count % 8 == 0 && ROWS * (group + 1) <= raw.rows =>
+                    if I::Narrow::FLOAT_ROWS
+                        && tokens == 1
+                        && count.is_multiple_of(8)
+                        && ROWS * (group + 1) <= raw.rows =>
                 {
                     let size = size_of::<F::Element>();
                     let rows = float::sixteen_rows(raw, group, first * size, count * size);
