@@ -10,7 +10,7 @@
 //!
 //! * the outputs live in memory, not in registers: each vector of them comes from L1 and goes there once a block, while the ports are busy;
 //! * a kernel is one piece of assembly. Written with intrinsics, the compiler regroups the 16-bit additions until accumulators are spilled within a step;
-//!   with a few steps a piece, it keeps outputs in registers from block to block and spills around the pieces (Q4_0 on a Zen 3: 81 cycles a block, not 56).
+//!   with a few steps a piece, it keeps outputs in registers from block to block and spills around the pieces (Q4_0 on a Zen 3: a fifth slower).
 
 use std::arch::asm;
 use std::arch::x86_64::*;
