@@ -93,8 +93,6 @@ pub trait Family: 'static {
     const ACT_BLOCK: usize;
     /// Most tokens for which raw rows are better taken one after the other: to take codes apart again for each costs more or less.
     const ROWWISE: usize = 1;
-    /// Most tokens that are better fused; beyond, what a super-block of bytes is unpacked with wants the registers.
-    const FUSED: usize = TOKENS;
 
     /// Puts token `t` of the four in its place.
     fn put<V: Lanes>(codes: &Codes, t: usize, out: &mut Self::Acts);
@@ -276,7 +274,6 @@ impl Family for ByteBlocks {
 impl<const SUBS: usize> Family for ByteSuper<SUBS> {
     type Acts = SuperActs;
     const ROWWISE: usize = 2;
-    const FUSED: usize = 2;
     const SUB_STEPS: usize = 64 / SUBS;
     const ELEMENTS: usize = 256;
     const LAYOUT: Layout = Layout::ByteSuper;

@@ -22,7 +22,7 @@ use std::arch::x86_64::*;
 
 use super::activations::{ByteActs, CHUNK, Codes, Family, SuperActs, TINY, WordActs};
 use super::float::{FloatActs, FloatFormat, FloatTile, ask_ahead};
-use super::formats::{Emit, Format, RowBits, Scales, Tile};
+use super::formats::{Emit, Format, Gguf, Scales, Tile};
 use super::lanes::{Bits, Lanes};
 use super::pack::RawRows;
 use super::{Isa, STREAMS, Scratch, Stream, TOKENS, Work, prefetch, rowwise};
@@ -90,33 +90,46 @@ impl Bits for V {
     }
 }
 
-impl RowBits for V {
+/// A GGUF block of one row.
+#[derive(Clone, Copy)]
+pub struct OneRow(*const u8);
+
+impl OneRow {
+    /// # Safety
+    /// A whole block of the encoding whose codes are taken lies there.
     #[inline(always)]
-    unsafe fn bytes(p: *const u8) -> Self {
-        // SAFETY: by contract.
-        Self(unsafe { _mm256_loadu_si256(p.cast()) })
+    pub unsafe fn new(block: *const u8) -> Self {
+        Self(block)
+    }
+}
+
+impl Gguf<V> for OneRow {
+    #[inline(always)]
+    fn bytes(&self, at: usize) -> V {
+        // SAFETY: the block is whole, and an encoding knows its bytes.
+        V(unsafe { _mm256_loadu_si256(self.0.add(at).cast()) })
     }
     #[inline(always)]
-    unsafe fn nibbles(p: *const u8) -> Self {
-        // SAFETY: by contract.
+    fn nibbles(&self, at: usize) -> V {
+        // SAFETY: as above.
         unsafe {
-            let twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
+            let twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(self.0.add(at).cast()));
             let high_down = _mm256_srlv_epi32(twice, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
-            Self(_mm256_and_si256(high_down, _mm256_set1_epi8(15)))
+            V(_mm256_and_si256(high_down, _mm256_set1_epi8(15)))
         }
     }
     #[inline(always)]
-    unsafe fn fifth_bits(p: *const u8) -> Self {
-        // SAFETY: by contract.
+    fn fifth_bits(&self, at: usize) -> V {
+        // SAFETY: as above.
         unsafe {
             let byte = |i: i64| i * 0x0101_0101_0101_0101;
             let spread = _mm256_shuffle_epi8(
-                _mm256_set1_epi32(p.cast::<i32>().read_unaligned()),
+                _mm256_set1_epi32(self.0.add(at).cast::<i32>().read_unaligned()),
                 _mm256_setr_epi64x(byte(0), byte(1), byte(2), byte(3)),
             );
             let bit = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64 as i64);
             let set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
-            Self(_mm256_and_si256(set, _mm256_set1_epi8(16)))
+            V(_mm256_and_si256(set, _mm256_set1_epi8(16)))
         }
     }
 }
@@ -373,7 +386,7 @@ struct AddWords<'a, const NT: usize> {
 
 impl<const NT: usize> Emit<Pair> for AddWords<'_, NT> {
     #[inline(always)]
-    fn emit(&mut self, _i: usize, step: usize, v: Pair) {
+    fn emit(&mut self, step: usize, v: Pair) {
         let even = Pair([v.0[0].even_bytes_i16(), v.0[1].even_bytes_i16()]);
         let odd = Pair([v.0[0].odd_bytes_i16(), v.0[1].odd_bytes_i16()]);
         for t in 0..NT {
@@ -414,39 +427,31 @@ fn fused_word_blocks<F: Format, const NT: usize>(
         for (stream, scales) in streams.iter().zip(scales.iter_mut()) {
             F::scales::<V>(&stream.blocks[b], 0, scales);
         }
-        fused_word_part::<F, NT, 0>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 1>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 2>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 3>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 4>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 5>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 6>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 7>(isa, streams, b, scales, acts, out);
+        for unit in 0..F::UNITS {
+            fused_word_unit::<F, NT>(isa, streams, b, unit, scales, acts, out);
+        }
     }
 }
 
-/// Part `PART` of each stream's block `b`: 32 columns with a scale of their own.
+/// One unit of each stream's block `b`: 32 columns with a scale of their own.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn fused_word_part<F: Format, const NT: usize, const PART: usize>(
+fn fused_word_unit<F: Format, const NT: usize>(
     isa: Avx2,
     streams: &[Stream<'_, F::Block>],
     b: usize,
+    unit: usize,
     scales: &[Scales; STREAMS],
     acts: &WordActs,
     out: &mut [[f32; 16]],
 ) {
-    if PART >= F::PARTS {
-        return;
-    }
-    let at = b + PART;
+    let at = b + unit;
     for (s, stream) in streams.iter().enumerate() {
-        prefetch(isa, stream.next.wrapping_add(b), PART, F::PARTS);
+        prefetch(isa, stream.next.wrapping_add(b), unit, F::UNITS);
         let acts = opaque(acts);
         let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
-        // A super-block's steps count from its start, a block's from the block's.
-        F::part::<Pair, PART>(&stream.blocks[b], 0, &mut AddWords { acts: &acts.q[16 * b..], acc: &mut acc });
-        finish_words(&scales[s], PART, acts, at, acc, of_stream(out, s));
+        F::unit::<Pair>(&stream.blocks[b], unit, 0, &mut AddWords { acts: &acts.q[16 * at..][..16], acc: &mut acc });
+        finish_words(&scales[s], unit, acts, at, acc, of_stream(out, s));
     }
 }
 
@@ -744,7 +749,7 @@ impl Isa for Avx2 {
         acts: &SuperActs,
         out: &mut [[f32; 16]],
     ) {
-        fused!(streams, out, [1 2], |NT| fused::byte_super::<F, SUBS, NT>(self, streams, scales, acts, out));
+        fused!(streams, out, [1 2 3 4], |NT| fused::byte_super::<F, SUBS, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn fused_word_blocks<F: Format>(

@@ -401,7 +401,7 @@ fn fused_byte_blocks<F: Format, const NT: usize>(
                 }
             }
             let q = &acts.q[8 * b..8 * b + 8];
-            F::part::<W, 0>(block, 0, &mut AddBytes { acts: q, acc: std::array::from_mut(&mut acc) });
+            F::unit::<W>(block, 0, 0, &mut AddBytes { acts: q, sub: 8, acc: std::array::from_mut(&mut acc) });
             F::scales::<W>(block, 0, &mut scales[s]);
             finish_block::<F, NT>(&scales[s], 0, acts, b, acc, of_stream(out, s));
         }
@@ -419,45 +419,37 @@ fn fused_byte_super<F: Format, const SUBS: usize, const NT: usize>(
     for (s, (stream, scales)) in streams.iter().zip(scales).enumerate() {
         F::scales::<W>(&stream.blocks[0], 0, scales);
         let mut dot = [_mm512_setzero_si512(); NT];
-        fused_part::<F, SUBS, NT, 0>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 1>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 2>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 3>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 4>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 5>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 6>(isa, stream, scales, acts, &mut dot);
-        fused_part::<F, SUBS, NT, 7>(isa, stream, scales, acts, &mut dot);
+        for unit in 0..F::UNITS {
+            prefetch(isa, stream.next, unit, F::UNITS);
+            fused_unit::<F, SUBS, NT>(&stream.blocks[0], unit, scales, opaque(acts), &mut dot);
+        }
         finish_super::<F, SUBS, NT>(scales, acts, dot, of_stream(out, s));
     }
 }
 
-/// Part `PART` of a super-block.
+/// One unit of a super-block: one sub-block or two.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn fused_part<F: Format, const SUBS: usize, const NT: usize, const PART: usize>(
-    isa: Avx512,
-    stream: &Stream<'_, F::Block>,
+fn fused_unit<F: Format, const SUBS: usize, const NT: usize>(
+    block: &F::Block,
+    unit: usize,
     scales: &Scales,
     acts: &SuperActs,
     dot: &mut Acc<NT>,
 ) {
-    if PART >= F::PARTS {
-        return;
-    }
-    prefetch(isa, stream.next, PART, F::PARTS);
-    let acts = opaque(acts);
-    // As many as any format has sub-blocks in a part; the rest is optimised away.
+    let (steps, subs) = (F::UNIT.steps(), SUBS / F::UNITS);
     let mut acc: [Acc<NT>; 2] = [[_mm512_setzero_si512(); NT]; 2];
     if F::SHIFT > 0 {
-        for i in 0..F::SUBS {
+        for i in 0..subs {
             for t in 0..NT {
-                acc[i][t] = start_sub::<SUBS>(acts, F::sub(PART, i), t, F::SHIFT);
+                acc[i][t] = start_sub::<SUBS>(acts, subs * unit + i, t, F::SHIFT);
             }
         }
     }
-    F::part::<W, PART>(&stream.blocks[0], 0, &mut AddBytes { acts: &acts.q, acc: &mut acc });
-    for i in 0..F::SUBS {
-        let scale = scale_pair(&scales.sub_scale[F::sub(PART, i)]);
+    let acts = &acts.q[steps * unit..][..steps];
+    F::unit::<W>(block, unit, 0, &mut AddBytes { acts, sub: 64 / SUBS, acc: &mut acc });
+    for i in 0..subs {
+        let scale = scale_pair(&scales.sub_scale[subs * unit + i]);
         for t in 0..NT {
             dot[t] = _mm512_dpwssd_epi32(dot[t], cut(acc[i][t]), scale);
         }
@@ -476,38 +468,31 @@ fn fused_word_blocks<F: Format, const NT: usize>(
         for (stream, scales) in streams.iter().zip(scales.iter_mut()) {
             F::scales::<W>(&stream.blocks[b], 0, scales);
         }
-        fused_word_part::<F, NT, 0>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 1>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 2>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 3>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 4>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 5>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 6>(isa, streams, b, scales, acts, out);
-        fused_word_part::<F, NT, 7>(isa, streams, b, scales, acts, out);
+        for unit in 0..F::UNITS {
+            fused_word_unit::<F, NT>(isa, streams, b, unit, scales, acts, out);
+        }
     }
 }
 
-/// Part `PART` of each stream's block `b`: 32 columns with a scale of their own.
+/// One unit of each stream's block `b`: 32 columns with a scale of their own.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn fused_word_part<F: Format, const NT: usize, const PART: usize>(
+fn fused_word_unit<F: Format, const NT: usize>(
     isa: Avx512,
     streams: &[Stream<'_, F::Block>],
     b: usize,
+    unit: usize,
     scales: &[Scales; STREAMS],
     acts: &WordActs,
     out: &mut [[f32; 16]],
 ) {
-    if PART >= F::PARTS {
-        return;
-    }
+    let at = b + unit;
     for (s, stream) in streams.iter().enumerate() {
-        prefetch(isa, stream.next.wrapping_add(b), PART, F::PARTS);
+        prefetch(isa, stream.next.wrapping_add(b), unit, F::UNITS);
         let acts = opaque(acts);
         let mut acc: Acc<NT> = [_mm512_setzero_si512(); NT];
-        // A super-block's steps count from its start, a block's from the block's.
-        F::part::<W, PART>(&stream.blocks[b], 0, &mut AddWords { acts: &acts.q[16 * b..], acc: &mut acc });
-        finish_words(&scales[s], PART, acts, b + PART, acc, of_stream(out, s));
+        F::unit::<W>(&stream.blocks[b], unit, 0, &mut AddWords { acts: &acts.q[16 * at..][..16], acc: &mut acc });
+        finish_words(&scales[s], unit, acts, at, acc, of_stream(out, s));
     }
 }
 
@@ -533,17 +518,19 @@ fn enter(work: impl Work) {
     work.run()
 }
 
-/// `acc[sub-block][token] += codes * activations`
+/// `acc[sub-block of the unit][token] += codes * activations`
 struct AddBytes<'a, const NT: usize, const SUBS: usize> {
     acts: &'a [[u32; TOKENS]],
+    /// Steps of a sub-block.
+    sub: usize,
     acc: &'a mut [Acc<NT>; SUBS],
 }
 
 impl<const NT: usize, const SUBS: usize> Emit<W> for AddBytes<'_, NT, SUBS> {
     #[inline(always)]
-    fn emit(&mut self, i: usize, step: usize, v: W) {
+    fn emit(&mut self, step: usize, v: W) {
         for t in 0..NT {
-            let acc = &mut self.acc[i][t];
+            let acc = &mut self.acc[step / self.sub][t];
             *acc = intrinsics!(_mm512_dpbusd_epi32(*acc, v.0, splat(self.acts[step][t])));
         }
     }
@@ -557,7 +544,7 @@ struct AddWords<'a, const NT: usize> {
 
 impl<const NT: usize> Emit<W> for AddWords<'_, NT> {
     #[inline(always)]
-    fn emit(&mut self, _i: usize, step: usize, v: W) {
+    fn emit(&mut self, step: usize, v: W) {
         let (even, odd) = (v.even_bytes_i16(), v.odd_bytes_i16());
         for t in 0..NT {
             let acc = &mut self.acc[t];

@@ -1,12 +1,13 @@
-//! What differs between the GGUF encodings: how sixteen interleaved blocks become a [`Tile`].
+//! What differs between the GGUF encodings: where codes and scales lie, and so how sixteen blocks become a [`Tile`].
 //!
-//! A packed block is sixteen GGUF blocks (one a row, same columns) with their dwords transposed: plane `i` holds dword `i` of every
-//! row, and a two-byte (or one-byte) field that fits no dword makes a last narrow plane. Not a byte more than GGUF has, packing is a
-//! plain transposition, and since GGUF lays bit fields out so that consecutive bytes are consecutive columns, every unpacker is
-//! shifts and masks with no shuffle across lanes. Only the fifth bits of Q5_0 and Q5_1, one dword for 32 columns, are reordered.
+//! Sixteen GGUF blocks (one a row, same columns) are interleaved with their dwords transposed: plane `i` holds dword `i` of every row, and a two-byte (or
+//! one-byte) field that fits no dword makes a last narrow plane. GGUF lays bit fields out so that consecutive bytes are consecutive columns, so codes are taken
+//! apart with shifts and masks and no shuffle across lanes. Borrowed weights are multiplied from there; packed ones have their codes
+//! rearranged once more, into [`Unit`]s. Not a byte more than GGUF has.
 
 use super::activations::{ByteBlocks, ByteSuper, Family, WordBlocks, WordSuper};
 use super::lanes::{Bits, Lanes};
+use super::pack::planes_of;
 
 /// Sixteen rows by 256 columns of weights as the kernels read them; it stays in L1 while many tokens pass over it.
 #[derive(Clone, Copy)]
@@ -43,27 +44,145 @@ impl Scales {
         Self { scale: [[0.0; 16]; 8], min: [[0.0; 16]; 8], sub_scale: [[0; 16]; 16], sub_min: [[0; 16]; 8] };
 }
 
-/// Takes codes as a [`Format`] takes them apart: those of the four columns `4 step ..+4`, of the `i`th sub-block of the part. A trait, not a closure: see
-/// [`super::Work`].
-pub trait Emit<V> {
-    fn emit(&mut self, i: usize, step: usize, v: V);
+/// Runs the body once for each listed value of a constant, so that shifts can be immediate.
+macro_rules! unroll {
+    ($name:ident in [$($v:literal)*] $body:block) => { $({ const $name: usize = $v; $body })* };
 }
 
-/// 32 bytes of one row.
-pub trait RowBits: Bits {
-    /// # Safety
-    /// 32 bytes can be read.
-    unsafe fn bytes(p: *const u8) -> Self;
-    /// Low halves of 16 bytes, then the high halves.
-    ///
-    /// # Safety
-    /// 16 bytes can be read.
-    unsafe fn nibbles(p: *const u8) -> Self;
+/// The same for each of a unit's pieces.
+macro_rules! each_piece {
+    ($name:ident, $piece:ident in $pieces:ident $body:block) => {
+        unroll!($name in [0 1 2 3 4 5 6 7 8 9 10 11] {
+            if $name < $pieces.len() {
+                let $piece = &$pieces[$name];
+                $body
+            }
+        })
+    };
+}
+
+/// Takes codes as they are taken apart: those of the four columns `4 step ..+4`. A trait, not a closure: see [`super::Work`].
+pub trait Emit<V> {
+    fn emit(&mut self, step: usize, v: V);
+}
+
+/// A GGUF block whose codes are taken 32 columns at a time, or four of them at a step from the planes of sixteen; `at` counts bytes from its start.
+pub trait Gguf<V: Bits> {
+    /// 32 bytes.
+    fn bytes(&self, at: usize) -> V;
+    /// The low halves of 16 bytes, then the high halves.
+    fn nibbles(&self, at: usize) -> V;
     /// 32 bits, each as bit 4 of a byte.
-    ///
-    /// # Safety
-    /// 4 bytes can be read.
-    unsafe fn fifth_bits(p: *const u8) -> Self;
+    fn fifth_bits(&self, at: usize) -> V;
+}
+
+/// How packed codes lie: the planes of so many steps (four columns each), then those of the next. Every kernel takes units apart in the order in which they
+/// lie, all in the same way.
+///
+/// Where a byte has bits to spare, they hold one more code in pieces: of six bits, GGUF's four low bits here and two high ones there take 17 operations for
+/// four codes, this 11.
+pub struct Unit {
+    /// Of a code.
+    pub bits: usize,
+    pub planes: usize,
+    /// In order of their steps.
+    pieces: &'static [Piece],
+}
+
+/// Bits `from ..from + width` of each byte of a plane are bits `to ..` of the codes of a step.
+#[derive(Clone, Copy)]
+struct Piece {
+    step: usize,
+    plane: usize,
+    from: usize,
+    to: usize,
+    width: usize,
+}
+
+const fn piece(step: usize, plane: usize, from: usize, to: usize, width: usize) -> Piece {
+    Piece { step, plane, from, to, width }
+}
+
+impl Unit {
+    pub const fn steps(&self) -> usize {
+        8 * self.planes / self.bits
+    }
+
+    const BYTES: Unit = {
+        const PIECES: [Piece; 8] = {
+            let mut all = [piece(0, 0, 0, 0, 8); 8];
+            let mut c = 0;
+            while c < 8 {
+                all[c] = piece(c, c, 0, 0, 8);
+                c += 1;
+            }
+            all
+        };
+        Unit { bits: 8, planes: 8, pieces: &PIECES }
+    };
+    const NIBBLES: Unit = {
+        const PIECES: [Piece; 8] = {
+            let mut all = [piece(0, 0, 0, 0, 4); 8];
+            let mut c = 0;
+            while c < 8 {
+                all[c] = piece(c, c % 4, c / 4 * 4, 0, 4);
+                c += 1;
+            }
+            all
+        };
+        Unit { bits: 4, planes: 4, pieces: &PIECES }
+    };
+    const SIX_BITS: Unit = Unit {
+        bits: 6,
+        planes: 3,
+        pieces: &[
+            piece(0, 0, 0, 0, 6),
+            piece(1, 1, 0, 0, 6),
+            piece(2, 2, 0, 0, 6),
+            piece(3, 0, 6, 0, 2),
+            piece(3, 1, 6, 2, 2),
+            piece(3, 2, 6, 4, 2),
+        ],
+    };
+    const FIVE_BITS: Unit = Unit {
+        bits: 5,
+        planes: 5,
+        pieces: &[
+            piece(0, 0, 0, 0, 5),
+            piece(1, 1, 0, 0, 5),
+            piece(2, 2, 0, 0, 5),
+            piece(3, 3, 0, 0, 5),
+            piece(4, 4, 0, 0, 5),
+            piece(5, 1, 6, 0, 2),
+            piece(5, 0, 5, 2, 3),
+            piece(6, 3, 6, 0, 2),
+            piece(6, 2, 5, 2, 3),
+            piece(7, 1, 5, 0, 1),
+            piece(7, 3, 5, 1, 1),
+            piece(7, 4, 5, 2, 3),
+        ],
+    };
+    const THREE_BITS: Unit = Unit {
+        bits: 3,
+        planes: 3,
+        pieces: &[
+            piece(0, 0, 0, 0, 3),
+            piece(1, 0, 3, 0, 3),
+            piece(2, 1, 0, 0, 3),
+            piece(3, 0, 6, 0, 2),
+            piece(3, 1, 6, 2, 1),
+            piece(4, 1, 3, 0, 3),
+            piece(5, 2, 0, 0, 3),
+            piece(6, 2, 3, 0, 3),
+            piece(7, 1, 7, 0, 1),
+            piece(7, 2, 6, 1, 2),
+        ],
+    };
+    const TWO_BITS: Unit = Unit {
+        bits: 2,
+        planes: 1,
+        pieces: &[piece(0, 0, 0, 0, 2), piece(1, 0, 2, 0, 2), piece(2, 0, 4, 0, 2), piece(3, 0, 6, 0, 2)],
+    };
 }
 
 /// An encoding with 8-bit activations.
@@ -84,170 +203,162 @@ pub unsafe trait Format: 'static {
     /// Whether the tile's `min` counts.
     const MIN: bool = false;
 
-    /// The codes come in `PARTS` parts; a part's codes belong to `SUBS` sub-blocks, so that as many accumulators are live at a time.
-    const PARTS: usize = 1;
-    const SUBS: usize = 1;
+    /// How packed codes lie, from plane `CODES` on.
+    const UNIT: Unit;
+    const CODES: usize;
+    /// Codes are indices of this table.
+    const TABLE: Option<&'static [i8; 16]> = None;
+    /// Units are what GGUF's order gives anyway.
+    const UNITS_AS_GGUF: bool = false;
+    /// Of a block.
+    const UNITS: usize = <Self::Family as Family>::ELEMENTS / (4 * Self::UNIT.steps());
 
-    /// Which sub-block of a super-block of bytes the `i`th of part `part` is.
+    /// Takes unit `unit` of a packed block apart, for the rows that `h` stands for (see `lanes`).
     #[inline(always)]
-    fn sub(part: usize, i: usize) -> usize {
-        match Self::CODES {
-            Planes::Fields { of_part, .. } => of_part[part].sub[i],
-            _ => unreachable!("no sub-blocks"),
-        }
-    }
-    /// Where its codes lie.
-    const CODES: Planes;
-    /// Takes part `PART` apart, for the rows that `h` stands for (see `lanes`).
-    #[inline(always)]
-    fn part<V: Bits, const PART: usize>(block: &Self::Block, h: usize, out: &mut impl Emit<V>) {
-        // A macro: see `each`.
-        macro_rules! plane {
-            ($i:expr) => {
-                // SAFETY: blocks start with their planes, as the trait asks.
-                V::load(unsafe { &*std::ptr::from_ref(block).cast::<[u32; 16]>().add($i) }, h)
+    fn unit<V: Bits>(block: &Self::Block, unit: usize, h: usize, out: &mut impl Emit<V>) {
+        let planes = &planes::<Self>(block)[Self::CODES + Self::UNIT.planes * unit..][..Self::UNIT.planes];
+        let pieces = Self::UNIT.pieces;
+        let mut code = V::splat(0);
+        each_piece!(I, piece in pieces {
+            let v = V::load(&planes[piece.plane], h);
+            let v = if piece.width < 8 {
+                let mask = ((1 << piece.width) - 1) << piece.to;
+                shifted(v, piece.to as isize - piece.from as isize).and(V::splat(0x0101_0101 * mask))
+            } else {
+                v
             };
-        }
-        match Self::CODES {
-            Planes::Bytes { plane } => {
-                for c in 0..8 {
-                    out.emit(0, c, plane!(plane + c));
-                }
+            code = if piece.to == 0 { v } else { code.or(v) };
+            if I + 1 == pieces.len() || pieces[I + 1].step != piece.step {
+                out.emit(piece.step, if let Some(table) = Self::TABLE { code.lookup(table) } else { code });
             }
-            Planes::Nibbles { plane, fifth, table } => {
-                for c in 0..4 {
-                    let both = plane!(plane + 4 * PART + c);
-                    for i in 0..2 {
-                        let mut code = shifted(both, -4 * i).and(V::splat(LOW4));
-                        if let Some(fifth) = fifth {
-                            code = code.or(shifted(plane!(fifth), 4 * (1 - i) - c as isize).and(V::splat(BIT4)));
-                        }
-                        if let Some(table) = table {
-                            code = code.lookup(table);
-                        }
-                        out.emit(0, 8 * PART + 4 * i as usize + c, code);
-                    }
-                }
-            }
-            Planes::Fields { low, top, of_part } => {
-                let steps = <Self::Family as Family>::SUB_STEPS;
-                let part = of_part[PART];
-                for c in 0..steps {
-                    let (v, high) = (plane!(part.plane + c), plane!(part.top + c));
-                    for i in 0..2 {
-                        let mut code = shifted(v, -part.shift[i]).and(V::splat(low));
-                        if top > 0 {
-                            code = code.or(shifted(high, part.top_shift[i]).and(V::splat(top)));
-                        }
-                        out.emit(i, steps * Self::sub(PART, i) + c, code);
-                    }
-                }
-            }
-        }
+        });
     }
+    /// The codes of columns `32 I ..+32` of a GGUF block, a column a byte.
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V;
     /// Fills the scales; `slot` is which 32 of the 256 columns (always 0 for super-blocks).
     fn scales<V: Lanes>(block: &Self::Block, slot: usize, out: &mut Scales);
-    /// The codes of columns `32 I ..+32` of one GGUF block, one column a byte: what the parts give, for one row.
-    ///
-    /// # Safety
-    /// A whole GGUF block lies at `block`.
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V;
     /// The first of each four dwords of a GGUF block that together hold its scales, where they are dwords; the narrow field aside.
     const HEAD_DWORDS: &[usize] = &[];
-    /// What packing does beyond the transposition.
-    fn reorder(_block: &mut Self::Block) {}
 }
 
-/// Fills the tile from a block.
+/// The planes of a block, without the narrow one.
 #[inline(always)]
-pub fn unpack<V: Lanes, F: Format>(block: &F::Block, slot: usize, tile: &mut Tile) {
+fn planes<F: Format + ?Sized>(block: &F::Block) -> &[[u32; 16]] {
+    // SAFETY: by `Format`'s contract a block starts with so many.
+    unsafe { std::slice::from_raw_parts(std::ptr::from_ref(block).cast(), (F::BLOCK_BYTES - F::HEAD) / 4) }
+}
+
+/// Sixteen interleaved GGUF blocks, at one step of each 32 columns.
+struct Interleaved<'a, F: Format> {
+    block: &'a F::Block,
+    h: usize,
+    step: usize,
+}
+
+impl<F: Format> Interleaved<'_, F> {
+    #[inline(always)]
+    fn plane<V: Bits>(&self, at: usize, i: usize) -> V {
+        V::load(&planes::<F>(self.block)[(at - F::HEAD) / 4 + i], self.h)
+    }
+}
+
+impl<V: Bits, F: Format> Gguf<V> for Interleaved<'_, F> {
+    #[inline(always)]
+    fn bytes(&self, at: usize) -> V {
+        self.plane(at, self.step)
+    }
+    #[inline(always)]
+    fn nibbles(&self, at: usize) -> V {
+        let both: V = self.plane(at, self.step % 4);
+        both.shr(self.step / 4 * 4).and(V::splat(LOW4))
+    }
+    #[inline(always)]
+    fn fifth_bits(&self, at: usize) -> V {
+        // Four bits, to the bottom of a byte each.
+        let bits = self.plane::<V>(at, 0).shr(4 * self.step).and(V::splat(15));
+        let bits = bits.or(bits.shl(7));
+        bits.or(bits.shl(14)).and(V::splat(0x0101_0101)).shl(4)
+    }
+}
+
+/// Fills the tile from a block, packed or only interleaved.
+#[inline(always)]
+pub fn unpack<V: Lanes, F: Format, const PACKED: bool>(block: &F::Block, slot: usize, tile: &mut Tile) {
     for h in 0..V::HALVES {
-        unpack_part::<V, F, 0>(block, slot, h, tile);
-        unpack_part::<V, F, 1>(block, slot, h, tile);
-        unpack_part::<V, F, 2>(block, slot, h, tile);
-        unpack_part::<V, F, 3>(block, slot, h, tile);
-        unpack_part::<V, F, 4>(block, slot, h, tile);
-        unpack_part::<V, F, 5>(block, slot, h, tile);
-        unpack_part::<V, F, 6>(block, slot, h, tile);
-        unpack_part::<V, F, 7>(block, slot, h, tile);
+        if PACKED || F::UNITS_AS_GGUF {
+            for unit in 0..F::UNITS {
+                let first = 8 * slot + F::UNIT.steps() * unit;
+                if <F::Family as Family>::WORDS {
+                    F::unit::<V>(block, unit, h, &mut ToWords { first, h, tile });
+                } else {
+                    F::unit::<V>(block, unit, h, &mut ToBytes { first, h, tile });
+                }
+            }
+        } else {
+            unroll!(I in [0 1 2 3 4 5 6 7] {
+                if 32 * I < <F::Family as Family>::ELEMENTS {
+                    for step in 0..8 {
+                        let code = F::gguf::<V, I>(&Interleaved::<F> { block, h, step });
+                        ToBytes { first: 8 * (slot + I), h, tile }.emit(step, code);
+                    }
+                }
+            });
+        }
     }
     F::scales::<V>(block, slot, &mut tile.scales);
 }
 
+/// Packs an interleaved block: its codes into units. The tile is room.
 #[inline(always)]
-fn unpack_part<V: Lanes, F: Format, const PART: usize>(block: &F::Block, slot: usize, h: usize, tile: &mut Tile) {
-    if PART >= F::PARTS {
-    } else if <F::Family as Family>::WORDS {
-        F::part::<V, PART>(block, h, &mut ToWords { slot, h, tile });
-    } else {
-        F::part::<V, PART>(block, h, &mut ToBytes { slot, h, tile });
+pub fn pack_codes<V: Lanes, F: Format>(block: &mut F::Block, tile: &mut Tile) {
+    if F::UNITS_AS_GGUF {
+        return;
+    }
+    unpack::<V, F, false>(block, 0, tile);
+    let (planes, ..) = planes_of::<F>(block);
+    let pieces = F::UNIT.pieces;
+    let units = planes[F::CODES..].chunks_exact_mut(F::UNIT.planes);
+    for (codes, planes) in tile.q.chunks_exact(F::UNIT.steps()).zip(units).take(F::UNITS) {
+        for h in 0..V::HALVES {
+            let mut v = [V::splat(0); 8];
+            each_piece!(I, piece in pieces {
+                let mask = ((1 << piece.width) - 1) << piece.from;
+                let bits = shifted(V::load(&codes[piece.step], h), piece.from as isize - piece.to as isize);
+                v[piece.plane] = v[piece.plane].or(bits.and(V::splat(0x0101_0101 * mask)));
+            });
+            for (plane, v) in planes.iter_mut().zip(v) {
+                v.store(plane, h);
+            }
+        }
     }
 }
 
 struct ToBytes<'a> {
-    slot: usize,
+    first: usize,
     h: usize,
     tile: &'a mut Tile,
 }
 
 impl<V: Lanes> Emit<V> for ToBytes<'_> {
     #[inline(always)]
-    fn emit(&mut self, _i: usize, step: usize, v: V) {
-        v.store(&mut self.tile.q[8 * self.slot + step], self.h);
+    fn emit(&mut self, step: usize, v: V) {
+        v.store(&mut self.tile.q[self.first + step], self.h);
     }
 }
 
 struct ToWords<'a> {
-    slot: usize,
+    first: usize,
     h: usize,
     tile: &'a mut Tile,
 }
 
 impl<V: Lanes> Emit<V> for ToWords<'_> {
     #[inline(always)]
-    fn emit(&mut self, _i: usize, step: usize, v: V) {
-        let at = 2 * (8 * self.slot + step);
+    fn emit(&mut self, step: usize, v: V) {
+        let at = 2 * (self.first + step);
         v.even_bytes_i16().store(&mut self.tile.q[at], self.h);
         v.odd_bytes_i16().store(&mut self.tile.q[at + 1], self.h);
     }
-}
-
-/// Where a block's codes lie, in planes (see [`Format`]).
-#[derive(Clone, Copy)]
-pub enum Planes {
-    /// A byte each.
-    Bytes { plane: usize },
-    /// Columns c and c + 16 of 32 share a byte; bit c of byte i of plane `fifth` is the fifth of column 4 c + i. Where there is a table, a code is an index.
-    Nibbles { plane: usize, fifth: Option<usize>, table: Option<&'static [i8; 16]> },
-    /// Those of a part's two sub-blocks: `(plane >> shift & low) | (top << top_shift & top)`, each step from the next planes.
-    Fields { low: u32, top: u32, of_part: &'static [Fields; 8] },
-}
-
-/// A part's two fields. Shifts are of dwords; bits that come from a neighbouring byte are masked away.
-#[derive(Clone, Copy)]
-pub struct Fields {
-    /// Of the first step.
-    pub plane: usize,
-    /// To the right.
-    pub shift: [isize; 2],
-    pub top: usize,
-    /// To the left; negative: to the right.
-    pub top_shift: [isize; 2],
-    /// Which sub-blocks they are.
-    pub sub: [usize; 2],
-}
-
-/// An array of what the expression gives for each part.
-macro_rules! of_part {
-    (|$part:ident| $fields:expr) => {{
-        let mut all = [Fields { plane: 0, shift: [0; 2], top: 0, top_shift: [0; 2], sub: [0; 2] }; 8];
-        let mut $part = 0;
-        while $part < 8 {
-            all[$part] = $fields;
-            $part += 1;
-        }
-        all
-    }};
 }
 
 #[inline(always)]
@@ -259,18 +370,13 @@ fn shifted<V: Bits>(v: V, left: isize) -> V {
     }
 }
 
-pub const LOW4: u32 = 0x0f0f_0f0f;
-pub const BIT4: u32 = 0x1010_1010;
-
-/// Runs the body once for each listed value of a constant, so that shifts can be immediate.
-macro_rules! unroll {
-    ($name:ident in [$($v:literal)*] $body:block) => { $({ const $name: usize = $v; $body })* };
-}
+const LOW4: u32 = 0x0f0f_0f0f;
+const BIT4: u32 = 0x1010_1010;
 
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct HalfScaled<const N: usize> {
-    qs: [[u32; 16]; N],
+    codes: [[u32; 16]; N],
     d: [u16; 16],
 }
 
@@ -282,12 +388,13 @@ unsafe impl Format for Q4_0 {
     const BLOCK_BYTES: usize = 18;
     const HEAD: usize = 2;
     const SHIFT: u32 = 3;
-    const CODES: Planes = Planes::Nibbles { plane: 0, fifth: None, table: None };
+    const UNIT: Unit = Unit::NIBBLES;
+    const CODES: usize = 0;
+    const UNITS_AS_GGUF: bool = true;
 
     #[inline(always)]
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
-        // SAFETY: by contract.
-        unsafe { V::nibbles(block.add(2)) }
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V {
+        block.nibbles(2)
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
@@ -301,7 +408,7 @@ unsafe impl Format for Q4_0 {
 #[repr(C)]
 pub struct Q4_1Block {
     dm: [u32; 16],
-    qs: [[u32; 16]; 4],
+    codes: [[u32; 16]; 4],
 }
 
 pub struct Q4_1;
@@ -312,12 +419,13 @@ unsafe impl Format for Q4_1 {
     const BLOCK_BYTES: usize = 20;
     const HEAD_DWORDS: &[usize] = &[0];
     const MIN: bool = true;
-    const CODES: Planes = Planes::Nibbles { plane: 1, fifth: None, table: None };
+    const UNIT: Unit = Unit::NIBBLES;
+    const CODES: usize = 1;
+    const UNITS_AS_GGUF: bool = true;
 
     #[inline(always)]
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
-        // SAFETY: by contract.
-        unsafe { V::nibbles(block.add(4)) }
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V {
+        block.nibbles(4)
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
@@ -329,27 +437,10 @@ unsafe impl Format for Q4_1 {
     }
 }
 
-/// GGUF keeps column k's fifth bit in bit k; here byte i, bit c holds that of column 4 c + i, so that one shift serves four columns.
-#[inline(always)]
-fn regroup_fifth_bits(qh: &mut [u32; 16]) {
-    // Even bits to the low half, odd bits to the high half: bit b goes to bit (b >> 1 | b << 4) mod 32.
-    let unshuffle = |mut x: u32| {
-        for (mask, n) in [(0x2222_2222, 1), (0x0c0c_0c0c, 2), (0x00f0_00f0, 4), (0x0000_ff00, 8)] {
-            let t = (x ^ (x >> n)) & mask;
-            x ^= t ^ (t << n);
-        }
-        x
-    };
-    for x in qh {
-        *x = unshuffle(unshuffle(*x));
-    }
-}
-
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Q5_0Block {
-    qh: [u32; 16],
-    qs: [[u32; 16]; 4],
+    codes: [[u32; 16]; 5],
     d: [u16; 16],
 }
 
@@ -361,12 +452,12 @@ unsafe impl Format for Q5_0 {
     const BLOCK_BYTES: usize = 22;
     const HEAD: usize = 2;
     const SHIFT: u32 = 4;
-    const CODES: Planes = Planes::Nibbles { plane: 1, fifth: Some(0), table: None };
+    const UNIT: Unit = Unit::FIVE_BITS;
+    const CODES: usize = 0;
 
     #[inline(always)]
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
-        // SAFETY: by contract.
-        unsafe { V::nibbles(block.add(6)).or(V::fifth_bits(block.add(2))) }
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V {
+        block.nibbles(6).or(block.fifth_bits(2))
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
@@ -374,18 +465,13 @@ unsafe impl Format for Q5_0 {
             V::store_f32(V::load_f16(&b.d, h), &mut out.scale[slot], h);
         }
     }
-    #[inline(always)]
-    fn reorder(b: &mut Self::Block) {
-        regroup_fifth_bits(&mut b.qh);
-    }
 }
 
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Q5_1Block {
     dm: [u32; 16],
-    qh: [u32; 16],
-    qs: [[u32; 16]; 4],
+    codes: [[u32; 16]; 5],
 }
 
 pub struct Q5_1;
@@ -398,12 +484,12 @@ unsafe impl Format for Q5_1 {
     // Codes up to 31 overflow the 16-bit sums unless centred; the min makes up for it.
     const SHIFT: u32 = 4;
     const MIN: bool = true;
-    const CODES: Planes = Planes::Nibbles { plane: 2, fifth: Some(1), table: None };
+    const UNIT: Unit = Unit::FIVE_BITS;
+    const CODES: usize = 1;
 
     #[inline(always)]
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
-        // SAFETY: by contract.
-        unsafe { V::nibbles(block.add(8)).or(V::fifth_bits(block.add(4))) }
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V {
+        block.nibbles(8).or(block.fifth_bits(4))
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
@@ -414,10 +500,6 @@ unsafe impl Format for Q5_1 {
             V::store_f32(min, &mut out.min[slot], h);
         }
     }
-    #[inline(always)]
-    fn reorder(b: &mut Self::Block) {
-        regroup_fifth_bits(&mut b.qh);
-    }
 }
 
 pub struct Q8_0;
@@ -427,12 +509,13 @@ unsafe impl Format for Q8_0 {
     type Family = WordBlocks;
     const BLOCK_BYTES: usize = 34;
     const HEAD: usize = 2;
-    const CODES: Planes = Planes::Bytes { plane: 0 };
+    const UNIT: Unit = Unit::BYTES;
+    const CODES: usize = 0;
+    const UNITS_AS_GGUF: bool = true;
 
     #[inline(always)]
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
-        // SAFETY: by contract.
-        unsafe { V::bytes(block.add(2)) }
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V {
+        block.bytes(2)
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
@@ -451,12 +534,14 @@ unsafe impl Format for Iq4Nl {
     type Family = WordBlocks;
     const BLOCK_BYTES: usize = 18;
     const HEAD: usize = 2;
-    const CODES: Planes = Planes::Nibbles { plane: 0, fifth: None, table: Some(&IQ4_VALUES) };
+    const UNIT: Unit = Unit::NIBBLES;
+    const CODES: usize = 0;
+    const TABLE: Option<&'static [i8; 16]> = Some(&IQ4_VALUES);
+    const UNITS_AS_GGUF: bool = true;
 
     #[inline(always)]
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
-        // SAFETY: by contract.
-        unsafe { V::nibbles(block.add(2)).lookup(&IQ4_VALUES) }
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V {
+        block.nibbles(2).lookup(&IQ4_VALUES)
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
@@ -469,7 +554,7 @@ unsafe impl Format for Iq4Nl {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Mxfp4Block {
-    qs: [[u32; 16]; 4],
+    codes: [[u32; 16]; 4],
     e: [u8; 16],
 }
 
@@ -484,12 +569,14 @@ unsafe impl Format for Mxfp4 {
     const BLOCK_BYTES: usize = 17;
     const HEAD: usize = 1;
     const SHIFT: u32 = 4;
-    const CODES: Planes = Planes::Nibbles { plane: 0, fifth: None, table: Some(&MXFP4_VALUES) };
+    const UNIT: Unit = Unit::NIBBLES;
+    const CODES: usize = 0;
+    const TABLE: Option<&'static [i8; 16]> = Some(&MXFP4_VALUES);
+    const UNITS_AS_GGUF: bool = true;
 
     #[inline(always)]
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
-        // SAFETY: by contract.
-        unsafe { V::nibbles(block.add(1)).lookup(&MXFP4_VALUES) }
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V {
+        block.nibbles(1).lookup(&MXFP4_VALUES)
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, slot: usize, out: &mut Scales) {
@@ -515,7 +602,7 @@ fn k_scales<V: Lanes>(scales: &[[u32; 16]; 3], h: usize) -> ([V; 2], [V; 2]) {
 pub struct Q4KBlock {
     d: [u32; 16],
     scales: [[u32; 16]; 3],
-    qs: [[u32; 16]; 32],
+    codes: [[u32; 16]; 32],
 }
 
 pub struct Q4K;
@@ -526,25 +613,12 @@ unsafe impl Format for Q4K {
     const BLOCK_BYTES: usize = 144;
     const HEAD_DWORDS: &[usize] = &[0];
     const MIN: bool = true;
-
-    const PARTS: usize = 4;
-    const SUBS: usize = 2;
-    const CODES: Planes = Planes::Fields {
-        low: LOW4,
-        top: 0,
-        of_part: &of_part!(|part| Fields {
-            plane: 4 + 8 * part,
-            shift: [0, 4],
-            top: 0,
-            top_shift: [0; 2],
-            sub: [2 * part, 2 * part + 1]
-        }),
-    };
+    const UNIT: Unit = Unit::NIBBLES;
+    const CODES: usize = 4;
 
     #[inline(always)]
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
-        // SAFETY: by contract.
-        unsafe { V::bytes(block.add(16 + 32 * (I / 2))).shr(4 * (I % 2)).and(V::splat(LOW4)) }
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V {
+        block.bytes(16 + 32 * (I / 2)).shr(4 * (I % 2)).and(V::splat(LOW4))
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
@@ -569,8 +643,7 @@ unsafe impl Format for Q4K {
 pub struct Q5KBlock {
     d: [u32; 16],
     scales: [[u32; 16]; 3],
-    qh: [[u32; 16]; 8],
-    qs: [[u32; 16]; 32],
+    codes: [[u32; 16]; 40],
 }
 
 pub struct Q5K;
@@ -582,33 +655,14 @@ unsafe impl Format for Q5K {
     const BLOCK_BYTES: usize = 176;
     const HEAD_DWORDS: &[usize] = &[0];
     const MIN: bool = true;
-
-    const PARTS: usize = 8;
-    const SUBS: usize = 2;
-    const CODES: Planes = Planes::Fields {
-        low: LOW4,
-        top: BIT4,
-        of_part: &of_part!(|part| {
-            let (n, first) = (part / 2, 4 * (part % 2));
-            let left = 4 - 2 * n as isize;
-            Fields {
-                plane: 12 + 8 * n + first,
-                shift: [0, 4],
-                top: 4 + first,
-                top_shift: [left, left - 1],
-                sub: [4 * n + part % 2, 4 * n + 2 + part % 2],
-            }
-        }),
-    };
+    const UNIT: Unit = Unit::FIVE_BITS;
+    const CODES: usize = 4;
 
     #[inline(always)]
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
-        // SAFETY: by contract.
-        unsafe {
-            let low = V::bytes(block.add(48 + 32 * (I / 2))).shr(4 * (I % 2)).and(V::splat(LOW4));
-            let fifth = V::bytes(block.add(16));
-            low.or(if I < 4 { fifth.shl(4 - I) } else { fifth.shr(I - 4) }.and(V::splat(BIT4)))
-        }
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V {
+        let low = block.bytes(48 + 32 * (I / 2)).shr(4 * (I % 2)).and(V::splat(LOW4));
+        let fifth = block.bytes(16);
+        low.or(if I < 4 { fifth.shl(4 - I) } else { fifth.shr(I - 4) }.and(V::splat(BIT4)))
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
@@ -629,17 +683,10 @@ unsafe impl Format for Q5K {
     }
 }
 
-/// Q2_K, Q3_K and Q6_K: 32 consecutive bytes hold bit fields of four times 32 columns. Part `4 n + 2 half + pair` is half of the 32 in one of the two
-/// 128s, and two of the fields: sub-blocks of 16 that lie 32 columns apart.
-const fn quarter(part: usize) -> (usize, usize, usize) {
-    (part / 4, part / 2 % 2 * 4, part % 2)
-}
-
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Q6KBlock {
-    ql: [[u32; 16]; 32],
-    qh: [[u32; 16]; 16],
+    codes: [[u32; 16]; 48],
     scales: [[u32; 16]; 4],
     d: [u16; 16],
 }
@@ -652,36 +699,16 @@ unsafe impl Format for Q6K {
     const BLOCK_BYTES: usize = 210;
     const HEAD_DWORDS: &[usize] = &[48];
     const SHIFT: u32 = 5;
-
-    const PARTS: usize = 8;
-    const SUBS: usize = 2;
-    const CODES: Planes = Planes::Fields {
-        low: LOW4,
-        top: 0x3030_3030,
-        of_part: &of_part!(|part| {
-            let (n, first, field) = quarter(part);
-            let at = 8 * n + 2 * field + first / 4;
-            let left = 4 - 2 * field as isize;
-            Fields {
-                plane: 16 * n + 8 * field + first,
-                shift: [0, 4],
-                top: 32 + 8 * n + first,
-                top_shift: [left, left - 4],
-                sub: [at, at + 4],
-            }
-        }),
-    };
+    const UNIT: Unit = Unit::SIX_BITS;
+    const CODES: usize = 0;
 
     #[inline(always)]
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
-        // SAFETY: by contract.
-        unsafe {
-            let (n, field) = (I / 4, I % 4);
-            let low = V::bytes(block.add(64 * n + 32 * (field % 2))).shr(4 * (field / 2)).and(V::splat(LOW4));
-            let top = V::bytes(block.add(128 + 32 * n));
-            let top = [top.shl(4), top.shl(2), top, top.shr(2)][field];
-            low.or(top.and(V::splat(0x3030_3030)))
-        }
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V {
+        let (n, field) = (I / 4, I % 4);
+        let low = block.bytes(64 * n + 32 * (field % 2)).shr(4 * (field / 2)).and(V::splat(LOW4));
+        let top = block.bytes(128 + 32 * n);
+        let top = [top.shl(4), top.shl(2), top, top.shr(2)][field];
+        low.or(top.and(V::splat(0x3030_3030)))
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
@@ -704,7 +731,7 @@ fn store_sub_scales<V: Lanes>(scales: [V; 4], h: usize, out: &mut Scales) {
 #[repr(C)]
 pub struct Q2KBlock {
     scales: [[u32; 16]; 4],
-    qs: [[u32; 16]; 16],
+    codes: [[u32; 16]; 16],
     d: [u32; 16],
 }
 
@@ -716,24 +743,12 @@ unsafe impl Format for Q2K {
     const BLOCK_BYTES: usize = 84;
     const HEAD_DWORDS: &[usize] = &[0, 17];
     const MIN: bool = true;
-
-    const PARTS: usize = 8;
-    const SUBS: usize = 2;
-    const CODES: Planes = Planes::Fields {
-        low: 0x0303_0303,
-        top: 0,
-        of_part: &of_part!(|part| {
-            let (n, first, pair) = quarter(part);
-            let at = 8 * n + 4 * pair + first / 4;
-            let right = 4 * pair as isize;
-            Fields { plane: 4 + 8 * n + first, shift: [right, right + 2], top: 0, top_shift: [0; 2], sub: [at, at + 2] }
-        }),
-    };
+    const UNIT: Unit = Unit::TWO_BITS;
+    const CODES: usize = 4;
 
     #[inline(always)]
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
-        // SAFETY: by contract.
-        unsafe { V::bytes(block.add(16 + 32 * (I / 4))).shr(2 * (I % 4)).and(V::splat(0x0303_0303)) }
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V {
+        block.bytes(16 + 32 * (I / 4)).shr(2 * (I % 4)).and(V::splat(0x0303_0303))
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
@@ -755,8 +770,7 @@ unsafe impl Format for Q2K {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Q3KBlock {
-    hmask: [[u32; 16]; 8],
-    qs: [[u32; 16]; 16],
+    codes: [[u32; 16]; 24],
     scales: [[u32; 16]; 3],
     d: [u16; 16],
 }
@@ -769,34 +783,14 @@ unsafe impl Format for Q3K {
     const BLOCK_BYTES: usize = 110;
     const HEAD_DWORDS: &[usize] = &[23];
     const SHIFT: u32 = 2;
-
-    const PARTS: usize = 8;
-    const SUBS: usize = 2;
-    const CODES: Planes = Planes::Fields {
-        low: 0x0303_0303,
-        top: 0x0404_0404,
-        of_part: &of_part!(|part| {
-            let (n, first, pair) = quarter(part);
-            let at = 8 * n + 4 * pair + first / 4;
-            let (right, left) = (4 * pair as isize, 2 - (4 * n + 2 * pair) as isize);
-            Fields {
-                plane: 8 + 8 * n + first,
-                shift: [right, right + 2],
-                top: first,
-                top_shift: [left, left - 1],
-                sub: [at, at + 2],
-            }
-        }),
-    };
+    const UNIT: Unit = Unit::THREE_BITS;
+    const CODES: usize = 0;
 
     #[inline(always)]
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
-        // SAFETY: by contract.
-        unsafe {
-            let low = V::bytes(block.add(32 + 32 * (I / 4))).shr(2 * (I % 4)).and(V::splat(0x0303_0303));
-            let top = V::bytes(block);
-            low.or(if I < 2 { top.shl(2 - I) } else { top.shr(I - 2) }.and(V::splat(0x0404_0404)))
-        }
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V {
+        let low = block.bytes(32 + 32 * (I / 4)).shr(2 * (I % 4)).and(V::splat(0x0303_0303));
+        let top = block.bytes(0);
+        low.or(if I < 2 { top.shl(2 - I) } else { top.shr(I - 2) }.and(V::splat(0x0404_0404)))
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {
@@ -821,7 +815,7 @@ unsafe impl Format for Q3K {
 pub struct Iq4XsBlock {
     d: [u32; 16],
     scales_l: [u32; 16],
-    qs: [[u32; 16]; 32],
+    codes: [[u32; 16]; 32],
 }
 
 pub struct Iq4Xs;
@@ -831,14 +825,14 @@ unsafe impl Format for Iq4Xs {
     type Family = WordSuper;
     const BLOCK_BYTES: usize = 136;
     const HEAD_DWORDS: &[usize] = &[0];
-
-    const PARTS: usize = 8;
-    const CODES: Planes = Planes::Nibbles { plane: 2, fifth: None, table: Some(&IQ4_VALUES) };
+    const UNIT: Unit = Unit::NIBBLES;
+    const CODES: usize = 2;
+    const TABLE: Option<&'static [i8; 16]> = Some(&IQ4_VALUES);
+    const UNITS_AS_GGUF: bool = true;
 
     #[inline(always)]
-    unsafe fn row<V: RowBits, const I: usize>(block: *const u8) -> V {
-        // SAFETY: by contract.
-        unsafe { V::nibbles(block.add(8 + 16 * I)).lookup(&IQ4_VALUES) }
+    fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V {
+        block.nibbles(8 + 16 * I).lookup(&IQ4_VALUES)
     }
     #[inline(always)]
     fn scales<V: Lanes>(b: &Self::Block, _slot: usize, out: &mut Scales) {

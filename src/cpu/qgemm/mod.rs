@@ -10,8 +10,8 @@
 //! unpack 16 x 256 weights to bytes in L1                      any encoding: bytes and scales of one of a few families
 //! for each four tokens: out[4][16] += tile x activations      one integer kernel a family and instruction set
 //! ```
-//! so an encoding says where its codes and scales lie, an instruction set is a few kernels, and neither knows of the other. Up to four tokens (super-blocks:
-//! two) skip the bytes in L1, and one or two of them, where weights are borrowed, the interleaving too (`rowwise`).
+//! so an encoding says where its codes and scales lie, an instruction set is a few kernels, and neither knows of the other. Up to four tokens skip the bytes
+//! in L1, and one or two of them, where weights are borrowed, the interleaving too (`rowwise`).
 //!
 //! Order of additions: integer sums are exact within a block (or super-block); the floats of blocks are added in ascending k, one fused
 //! multiply-add after the other, for every number of tokens, tile, task and thread count. A row's result is therefore the same
@@ -57,7 +57,7 @@ use activations::{ByteActs, CHUNK, Codes, Family, Layout, SuperActs, WordActs};
 use float::{DecodeRows, FloatActs, FloatFormat, FloatTile, decode_columns, decode_tile, pack_columns};
 use formats::{Format, Scales, Tile};
 use lanes::Lanes;
-use pack::{RawRows, blocks_per_row, pack_blocks};
+use pack::{RawRows, blocks_per_row, interleave};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -109,7 +109,7 @@ pub trait Isa: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Up to so many tokens (or the family's [`Family::FUSED`]), blocks are unpacked in registers, without the detour through a tile.
+    /// Up to so many tokens, packed blocks are unpacked in registers, without the detour through a tile.
     const FUSED: usize = 0;
     // `out[stream][token][row] += ...`, the streams advancing together.
     fn fused_byte_blocks<F: Format>(
@@ -361,7 +361,7 @@ pub struct Stream<'a, B> {
 /// Most row groups that advance together.
 pub const STREAMS: usize = 2;
 
-/// Views the packed blocks of a chunk, or packs them from raw rows; `skip` row groups lie between this stream's and those it goes on with.
+/// Views the packed blocks of a chunk, or interleaves them from raw rows; `skip` row groups lie between this stream's and those it goes on with.
 #[inline(always)]
 fn stream<'a, I: Isa, F: Format>(
     isa: I,
@@ -384,7 +384,7 @@ fn stream<'a, I: Isa, F: Format>(
         }
         Source::Raw(raw) => {
             let narrow = isa.narrow();
-            narrow.enter(Pack::<I::Narrow, F> { isa: narrow, raw, group, first, blocks: &mut *scratch });
+            narrow.enter(Interleave::<I::Narrow, F> { isa: narrow, raw, group, first, blocks: &mut *scratch });
             Stream { blocks: scratch, next: scratch.as_ptr() }
         }
     }
@@ -404,7 +404,8 @@ pub fn row_groups<'s, I: Isa, F: Format>(
 ) -> &'s mut [[f32; ROWS]] {
     let nb = blocks_per_row::<F>(cols);
     let per_chunk = CHUNK / <F::Family as Family>::ELEMENTS;
-    let fused = tokens <= I::FUSED.min(<F::Family as Family>::FUSED);
+    let is_packed = matches!(source, Source::Packed(_));
+    let fused = tokens <= I::FUSED && (is_packed || F::UNITS_AS_GGUF);
     let Scratch { tile, scales, packed, out, .. } = scratch;
     let out = &mut out[..groups.len() * tokens];
     out.fill([0.0; ROWS]);
@@ -425,9 +426,7 @@ pub fn row_groups<'s, I: Isa, F: Format>(
         }
         for (group, out) in groups.clone().zip(out.chunks_exact_mut(tokens)) {
             let s = stream::<I, F>(isa, source, group, nb, first, groups.len() - 1, packed[0].of(count));
-            for (slot, block) in s.blocks.iter().enumerate() {
-                formats::unpack::<I::V, F>(block, slot, tile);
-            }
+            unpack_blocks::<I, F>(s.blocks, is_packed, tile);
             let parts = acts.len().min(4);
             for (i, (acts, out)) in acts.iter().zip(out.chunks_mut(TOKENS)).enumerate() {
                 // A few lines at a time: a core has room for a dozen or two of misses.
@@ -443,6 +442,18 @@ pub fn row_groups<'s, I: Isa, F: Format>(
     out
 }
 
+/// Fills the tile from a chunk's blocks, packed or only interleaved.
+#[inline(always)]
+fn unpack_blocks<I: Isa, F: Format>(blocks: &[F::Block], packed: bool, tile: &mut Tile) {
+    for (slot, block) in blocks.iter().enumerate() {
+        if packed {
+            formats::unpack::<I::V, F, true>(block, slot, tile);
+        } else {
+            formats::unpack::<I::V, F, false>(block, slot, tile);
+        }
+    }
+}
+
 /// Asks for part `part` of `parts` of a value's cache lines.
 #[inline(always)]
 pub fn prefetch<I: Isa, T>(isa: I, value: *const T, part: usize, parts: usize) {
@@ -454,6 +465,7 @@ pub fn prefetch<I: Isa, T>(isa: I, value: *const T, part: usize, parts: usize) {
 
 /// Blocks of one row group to floats.
 struct Decode<'a, I, F: Format> {
+    packed: bool,
     blocks: &'a [F::Block],
     tile: &'a mut Tile,
     cols: usize,
@@ -464,9 +476,7 @@ struct Decode<'a, I, F: Format> {
 impl<I: Isa, F: Format> Work for Decode<'_, I, F> {
     #[inline(always)]
     fn run(self) {
-        for (slot, block) in self.blocks.iter().enumerate() {
-            formats::unpack::<I::V, F>(block, slot, self.tile);
-        }
+        unpack_blocks::<I, F>(self.blocks, self.packed, self.tile);
         decode_tile::<I::V, F>(self.tile, self.cols / 4, self.decoded);
     }
 }
@@ -492,7 +502,8 @@ pub fn row_group_decoded<'s, I: Isa, F: Format>(
         let count = per_chunk.min(nb - first);
         let s = stream::<I, F>(isa, source, group, nb, first, 0, packed[0].of(count));
         let cols = count * <F::Family as Family>::ELEMENTS;
-        isa.narrow().enter(Decode::<I::Narrow, F> { blocks: s.blocks, tile, cols, decoded, isa: PhantomData });
+        let packed = matches!(source, Source::Packed(_));
+        isa.narrow().enter(Decode::<I::Narrow, F> { packed, blocks: s.blocks, tile, cols, decoded, isa: PhantomData });
         isa.floats(decoded, acts, cols, out);
     }
     out
@@ -624,7 +635,7 @@ pub fn packed_bytes(format: i32, rows: usize, cols: usize) -> usize {
         G => groups * cols * size_of::<[<G as FloatFormat>::Element; ROWS]>())
 }
 
-struct Pack<'a, I, F: Format> {
+struct Interleave<'a, I, F: Format> {
     isa: I,
     raw: RawRows<'a>,
     group: usize,
@@ -632,10 +643,30 @@ struct Pack<'a, I, F: Format> {
     blocks: &'a mut [F::Block],
 }
 
+impl<I: Isa, F: Format> Work for Interleave<'_, I, F> {
+    #[inline(always)]
+    fn run(self) {
+        interleave::<I, F>(self.isa, self.raw, self.group, self.first, self.blocks);
+    }
+}
+
+struct Pack<'a, I, F: Format> {
+    interleave: Interleave<'a, I, F>,
+    tile: &'a mut Tile,
+}
+
 impl<I: Isa, F: Format> Work for Pack<'_, I, F> {
     #[inline(always)]
     fn run(self) {
-        pack_blocks::<I, F>(self.isa, self.raw, self.group, self.first, self.blocks);
+        let Interleave { isa, raw, group, first, blocks } = self.interleave;
+        // Few at a time, so that they are still in L1.
+        for (i, blocks) in blocks.chunks_mut(CHUNK / <F::Family as Family>::ELEMENTS).enumerate() {
+            let first = first + CHUNK / <F::Family as Family>::ELEMENTS * i;
+            interleave::<I, F>(isa, raw, group, first, blocks);
+            for block in blocks {
+                formats::pack_codes::<I::V, F>(block, self.tile);
+            }
+        }
     }
 }
 
@@ -647,7 +678,7 @@ pub fn pack_group<I: Isa>(isa: I, format: i32, raw: RawRows<'_>, cols: usize, gr
         assert_eq!(out.len(), count * size_of::<<F as Format>::Block>());
         // SAFETY: aligned (groups are whole dwords) and as long as asserted; any bytes are a valid block.
         let blocks = unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), count) };
-        isa.enter(Pack::<I, F> { isa, raw, group, first: 0, blocks });
+        isa.enter(Pack { interleave: Interleave::<I, F> { isa, raw, group, first: 0, blocks }, tile: &mut Tile::zeroed() });
     }, G => {
         assert_eq!(out.len(), cols * size_of::<[<G as FloatFormat>::Element; ROWS]>());
         // SAFETY: as above.

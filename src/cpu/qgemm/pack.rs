@@ -1,4 +1,4 @@
-//! GGUF rows to packed blocks (see `formats`), once when a weight is packed, or chunk by chunk for borrowed weights.
+//! GGUF rows to interleaved blocks (see `formats`), once when a weight is packed, or chunk by chunk for borrowed weights.
 
 use super::activations::Family;
 use super::formats::Format;
@@ -24,7 +24,7 @@ const fn narrow<F: Format>() -> usize {
     if F::HEAD > 0 { F::HEAD } else { F::BLOCK_BYTES % 4 }
 }
 
-/// The planes of a packed block, the narrow one, and where in a GGUF block the narrow field lies.
+/// The planes of a block, the narrow one, and where in a GGUF block the narrow field lies.
 #[inline(always)]
 pub fn planes_of<F: Format>(block: &mut F::Block) -> (&mut [[u32; ROWS]], &mut [u8], usize) {
     let dwords = (F::BLOCK_BYTES - F::HEAD) / 4;
@@ -39,13 +39,13 @@ pub fn planes_of<F: Format>(block: &mut F::Block) -> (&mut [[u32; ROWS]], &mut [
     }
 }
 
-/// Packs blocks `first ..first + out.len()` of the rows `16 group ..+16`; rows past the end become zeros.
+/// Interleaves blocks `first ..first + out.len()` of the rows `16 group ..+16`; rows past the end become zeros.
 ///
 /// Naively: for each row and dword, `planes[dword][row] = dword`. For borrowed weights this is on the way of every product, so squares of dwords are
 /// transposed in registers, and meanwhile as many blocks are asked for that come next in each of the sixteen rows: so many
 /// short streams are more than the hardware follows by itself.
 #[inline(always)]
-pub fn pack_blocks<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, first: usize, out: &mut [F::Block]) {
+pub fn interleave<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, first: usize, out: &mut [F::Block]) {
     const {
         assert!(size_of::<F::Block>() == ROWS * F::BLOCK_BYTES);
         assert!(F::HEAD == 0 || (F::BLOCK_BYTES - F::HEAD).is_multiple_of(4));
@@ -81,7 +81,6 @@ pub fn pack_blocks<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, fi
                 Some(odd) if narrow == 2 => unsafe { isa.gather_u16(base.add(narrow_at), stride, odd) },
                 _ => odd.iter_mut().enumerate().for_each(|(r, odd)| *odd = at(r)[narrow_at]),
             }
-            F::reorder(block);
             continue;
         }
         planes.fill([0; ROWS]);
@@ -93,7 +92,6 @@ pub fn pack_blocks<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, fi
             }
             odd[narrow * r..narrow * (r + 1)].copy_from_slice(&src[narrow_at..narrow_at + narrow]);
         }
-        F::reorder(block);
     }
 }
 

@@ -1,26 +1,22 @@
 //! Text that the kernels in assembly share. Register `ymm<t>` holds token t's sums of rows 0 to 7, `ymm1<t>` those of rows 8 to 15; 4 and 5 are free.
 
-/// The lines once for each token `\t`; or for others' registers: `\t` less `base` is the token.
+/// The lines once for each token `\t`.
 macro_rules! tokens {
-    ($($line:expr),*) => { tokens!("0,1,2,3" - "0"; $($line),*) };
-    ($registers:literal - $base:literal; $($line:expr),*) => {
-        concat!(".irp t,", $registers, "\n.if \\t - ", $base, " < {nt}\n", $($line, "\n",)* ".endif\n.endr")
+    ($($line:expr),*) => {
+        concat!(".irp t,0,1,2,3\n.if \\t < {nt}\n", $($line, "\n",)* ".endif\n.endr")
     };
 }
 
 /// The first product of a sum, of activations at `a` with the vectors `w0` and `w1`: the sums start at what lies at `start`, times the weights' offset
 /// `2^shift`, or without an offset at zero.
 macro_rules! first {
-    ($mul:literal, $add:literal, $w0:literal, $w1:literal, $a:literal, $start:literal) => {
-        first!($mul, $add, $w0, $w1, $a, $start, "0,1,2,3" - "0")
-    };
-    ($mul:literal, $add:literal, $w0:literal, $w1:literal, $a:literal, $start:literal, $registers:literal - $base:literal) => {
-        tokens!($registers - $base;
-            concat!("vpbroadcastd ymm4, dword ptr [{a} + ", $a, " + 4*\\t - 4*", $base, "]"),
+    ($mul:literal, $add:literal, $w0:literal, $w1:literal, $a:expr, $start:expr) => {
+        tokens!(
+            concat!("vpbroadcastd ymm4, dword ptr [{a} + ", $a, " + 4*\\t]"),
             concat!($mul, " ymm\\t, ", $w0, ", ymm4"),
             concat!($mul, " ymm1\\t, ", $w1, ", ymm4"),
             ".if {shift}",
-            concat!("vpbroadcastd ymm4, dword ptr [", $start, " + 4*\\t - 4*", $base, "]"),
+            concat!("vpbroadcastd ymm4, dword ptr [", $start, " + 4*\\t]"),
             "vpsllw ymm4, ymm4, {shift}",
             concat!($add, " ymm\\t, ymm\\t, ymm4"),
             concat!($add, " ymm1\\t, ymm1\\t, ymm4"),
@@ -32,11 +28,8 @@ macro_rules! first {
 /// A further product.
 macro_rules! further {
     ($mul:literal, $add:literal, $w0:expr, $w1:expr, $a:expr) => {
-        further!($mul, $add, $w0, $w1, $a, "0,1,2,3" - "0")
-    };
-    ($mul:literal, $add:literal, $w0:expr, $w1:expr, $a:expr, $registers:literal - $base:literal) => {
-        tokens!($registers - $base;
-            concat!("vpbroadcastd ymm4, dword ptr [{a} + ", $a, " + 4*\\t - 4*", $base, "]"),
+        tokens!(
+            concat!("vpbroadcastd ymm4, dword ptr [{a} + ", $a, " + 4*\\t]"),
             concat!($mul, " ymm5, ", $w0, ", ymm4"),
             concat!($mul, " ymm4, ", $w1, ", ymm4"),
             concat!($add, " ymm\\t, ymm\\t, ymm5"),

@@ -1,109 +1,220 @@
-//! Up to four tokens (super-blocks: two) against weights unpacked in registers, sixteen rows at a time: the tile kernels without the detour through a tile.
+//! Up to four tokens against packed blocks unpacked in registers, sixteen rows at a time: the tile kernels without the detour through a tile.
 //!
-//! What counts beside the multiplications is taking codes apart: of Q4_0, three operations for each vector of bytes and its two of codes, before the first
-//! token's four. Assembly for the same reasons as in `tile`: Q4_0 against one token is 107 instructions a block, 123 with intrinsics, against two 160, not 209.
+//! What counts beside the multiplications is taking codes apart: of four bits, three operations for each vector of bytes and its two of codes, before the
+//! first token's four; of six bits, 11 for four. Assembly for the same reasons as in `tile`: Q4_0 against one token is 107 instructions a block, 123 with
+//! intrinsics, against two 160, not 209. A super-block is a loop over its units, so that the code of one is all there is.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::mem::offset_of;
 
+use super::assembly::end;
 use super::{Acc, V, finish_super, of_stream};
 use crate::cpu::isa::Avx2;
 use crate::cpu::qgemm::activations::{ByteActs, SuperActs};
-use crate::cpu::qgemm::formats::{BIT4, Fields, Format, LOW4, Planes, Scales};
-use crate::cpu::qgemm::{STREAMS, Stream, prefetch};
+use crate::cpu::qgemm::formats::{Format, Scales};
+use crate::cpu::qgemm::{Isa, STREAMS, Stream, prefetch};
 
-/// What the text reads from memory: a mask of the codes, one of their upper bits or a table, and ones.
+/// What the text reads from memory: masks (or one and a table), and ones.
 #[repr(C, align(32))]
-struct Constants([[u32; 8]; 3]);
+struct Constants([[u32; 8]; 5]);
 
-impl Constants {
-    const fn new(low: u32, second: [u32; 8]) -> Self {
-        Self([[low; 8], second, [0x0001_0001; 8]])
-    }
-    const fn table(table: &[i8; 16]) -> [u32; 8] {
-        let mut twice = [0; 8];
+/// What the text needs to know of an encoding.
+struct Text<F>(F);
+impl<F: Format> Text<F> {
+    const CONSTANTS: &'static Constants = {
+        let masks: [u32; 4] = match F::UNIT.bits {
+            4 => [0x0f, 0, 0, 0],
+            5 => [0x1f, 0xe0, 0xc0, 0x20],
+            6 => [0x3f, 0xc0, 0, 0],
+            3 => [0x07, 0xc0, 0, 0],
+            2 => [0x03, 0, 0, 0],
+            _ => panic!("codes of more bits are multiplied as words"),
+        };
+        let mut all = [[0x0001_0001; 8]; 5];
         let mut i = 0;
-        while i < 32 {
-            twice[i / 4] |= (table[i % 16] as u8 as u32) << (8 * (i % 4));
+        while i < 4 {
+            all[i] = [0x0101_0101 * masks[i]; 8];
             i += 1;
         }
-        twice
-    }
-}
-
-/// What the text of [`block`] needs to know of an encoding.
-struct Blocks<F>(F);
-impl<F: Format> Blocks<F> {
-    /// The first plane of codes, and that of their fifth bits.
-    const PLANES: (usize, Option<usize>) = match F::CODES {
-        Planes::Nibbles { plane, fifth, .. } => (plane, fifth),
-        _ => panic!("blocks of bytes come as nibbles"),
+        if let Some(table) = F::TABLE {
+            all[1] = [0; 8];
+            let mut i = 0;
+            while i < 32 {
+                all[1][i / 4] |= (table[i % 16] as u8 as u32) << (8 * (i % 4));
+                i += 1;
+            }
+        }
+        &Constants(all)
     };
-    const TABLE: bool = matches!(F::CODES, Planes::Nibbles { table: Some(_), .. });
-    const CONSTANTS: &'static Constants = &Constants::new(
-        LOW4,
-        match F::CODES {
-            Planes::Nibbles { table: Some(table), .. } => Constants::table(table),
-            _ => [BIT4; 8],
-        },
-    );
 }
 
-/// Brings the codes of columns `4 c ..` and `16 + 4 c ..`, one half of the rows each.
-#[rustfmt::skip]
-macro_rules! load {
-    ($c:literal, $v0:literal, $v1:literal) => {
+/// The products of step `c`, whose codes are in the two registers: the first of a sub-block or a further one; after the last, what `done` says of the sums.
+macro_rules! step {
+    ($c:literal, $w0:literal, $w1:literal) => {
         concat!(
-            "vmovdqu ", $v0, ", ymmword ptr [{b} + {codes} + 64*", $c, "]\n",
-            "vmovdqu ", $v1, ", ymmword ptr [{b} + {codes} + 64*", $c, " + 32]",
+            ".if ",
+            $c,
+            " & ({sub} - 1)\n",
+            further!("vpmaddubsw", "vpaddw", $w0, $w1, concat!("16*", $c)),
+            "\n.else\n",
+            first!(
+                "vpmaddubsw",
+                "vpaddw",
+                $w0,
+                $w1,
+                concat!("16*", $c),
+                concat!("{m} + {i} + {minus_sum} + 16*(", $c, "/{sub})")
+            ),
+            "\n.endif\n",
+            ".if {super}\n.if (",
+            $c,
+            " & ({sub} - 1)) == {sub} - 1\n",
+            add_sub!($c),
+            "\n.endif\n.endif\n",
         )
     };
 }
 
-/// Takes them apart, the lower halves to 8 and 9, and multiplies.
+/// `dot += sums * scale` of the sub-block that ends with step `c`. Up to two tokens' dots are in registers 2, 3, 12 and 13.
+macro_rules! add_sub {
+    ($c:literal) => {
+        concat!(
+            tokens!(
+                concat!("vpmaddwd ymm\\t, ymm\\t, ymmword ptr [{s} + 4*{i} + {scale} + 64*(", $c, "/{sub})]"),
+                concat!("vpmaddwd ymm1\\t, ymm1\\t, ymmword ptr [{s} + 4*{i} + {scale} + 64*(", $c, "/{sub}) + 32]"),
+                ".if {nt} > 2",
+                "vpaddd ymm\\t, ymm\\t, ymmword ptr [{out} + 64*\\t]",
+                "vpaddd ymm1\\t, ymm1\\t, ymmword ptr [{out} + 64*\\t + 32]",
+                "vmovdqa ymmword ptr [{out} + 64*\\t], ymm\\t",
+                "vmovdqa ymmword ptr [{out} + 64*\\t + 32], ymm1\\t",
+                ".endif"
+            ),
+            "\n.if {nt} < 3\nvpaddd ymm2, ymm2, ymm0\nvpaddd ymm12, ymm12, ymm10\n",
+            ".if {nt} == 2\nvpaddd ymm3, ymm3, ymm1\nvpaddd ymm13, ymm13, ymm11\n.endif\n.endif",
+        )
+    };
+}
+
+/// A line for each half of the rows: of a plane's `{h}`, and of registers that the two have for themselves.
 #[rustfmt::skip]
-macro_rules! columns {
+macro_rules! plane {
+    ($p:literal, $half:literal) => { concat!("ymmword ptr [{b} + {codes} + 64*", $p, " + ", $half, "]") };
+}
+
+/// Step `c` of codes that are the low bits of plane `p`.
+#[rustfmt::skip]
+macro_rules! low_bits {
+    ($c:literal, $p:literal) => {
+        concat!(
+            "vpand ymm8, ymm6, ", plane!($p, "0"), "\n", "vpand ymm9, ymm6, ", plane!($p, "32"), "\n",
+            step!($c, "ymm8", "ymm9"),
+        )
+    };
+}
+
+/// Step `c` of codes that lie `shift` bits up in plane `p`.
+#[rustfmt::skip]
+macro_rules! high_bits {
+    ($c:literal, $p:literal, $shift:literal) => {
+        concat!(
+            "vmovdqu ymm8, ", plane!($p, "0"), "\n", "vmovdqu ymm9, ", plane!($p, "32"), "\n",
+            "vpsrlw ymm8, ymm8, ", $shift, "\n", "vpsrlw ymm9, ymm9, ", $shift, "\n",
+            "vpand ymm8, ymm8, ymm6\n", "vpand ymm9, ymm9, ymm6\n",
+            step!($c, "ymm8", "ymm9"),
+        )
+    };
+}
+
+/// Brings the pieces to 8 and 9: `piece` masked, the sum so far shifted to the right before the next joins it, and at the end.
+#[rustfmt::skip]
+macro_rules! pieces {
+    ($mask:literal, $p:literal, $shift:literal $(; $masks:literal, $ps:literal, $shifts:literal)*) => {
+        concat!(
+            "vpand ymm8, ", $mask, ", ", plane!($p, "0"), "\n", "vpand ymm9, ", $mask, ", ", plane!($p, "32"), "\n",
+            "vpsrlw ymm8, ymm8, ", $shift, "\n", "vpsrlw ymm9, ymm9, ", $shift, "\n",
+            $(
+                "vpand ymm4, ", $masks, ", ", plane!($ps, "0"), "\n", "vpand ymm5, ", $masks, ", ", plane!($ps, "32"), "\n",
+                "vpor ymm8, ymm8, ymm4\n", "vpor ymm9, ymm9, ymm5\n",
+                "vpsrlw ymm8, ymm8, ", $shifts, "\n", "vpsrlw ymm9, ymm9, ", $shifts, "\n",
+            )*
+        )
+    };
+}
+
+/// Brings plane `c` to the registers.
+#[rustfmt::skip]
+macro_rules! load {
     ($c:literal, $v0:literal, $v1:literal) => {
+        concat!("vmovdqu ", $v0, ", ", plane!($c, "0"), "\n", "vmovdqu ", $v1, ", ", plane!($c, "32"))
+    };
+}
+
+/// Takes nibbles apart, the low ones to 8 and 9, and multiplies.
+#[rustfmt::skip]
+macro_rules! nibbles {
+    ($c:literal, $c4:literal, $v0:literal, $v1:literal) => {
         concat!(
             "vpand ymm8, ", $v0, ", ymm6\n", "vpand ymm9, ", $v1, ", ymm6\n",
             "vpsrlw ", $v0, ", ", $v0, ", 4\n", "vpsrlw ", $v1, ", ", $v1, ", 4\n",
             "vpand ", $v0, ", ", $v0, ", ymm6\n", "vpand ", $v1, ", ", $v1, ", ymm6\n",
-            ".if {fifth}\n",
-            columns!(@fifth $c, "ymm8", $v0, "0"), columns!(@fifth $c, "ymm9", $v1, "32"),
-            ".endif\n",
             ".if {table}\n",
             "vpshufb ymm8, ymm7, ymm8\n", "vpshufb ymm9, ymm7, ymm9\n",
             "vpshufb ", $v0, ", ymm7, ", $v0, "\n", "vpshufb ", $v1, ", ymm7, ", $v1, "\n",
             ".endif\n",
-            ".if ", $c, "\n",
-            further!("vpmaddubsw", "vpaddw", "ymm8", "ymm9", concat!("16*", $c)),
-            "\n.else\n",
-            first!("vpmaddubsw", "vpaddw", "ymm8", "ymm9", "0", "{m} + {i} + {minus_sum}"),
-            "\n.endif\n",
-            further!("vpmaddubsw", "vpaddw", $v0, $v1, concat!("16*", $c, " + 64")),
-        )
-    };
-    (@fifth $c:literal, $lo:literal, $hi:literal, $half:literal) => {
-        concat!(
-            "vmovdqu ymm4, ymmword ptr [{b} + {fifth_at} + ", $half, "]\n",
-            "vpslld ymm5, ymm4, 4-", $c, "\n",
-            "vpand ymm5, ymm5, ymm7\n",
-            "vpor ", $lo, ", ", $lo, ", ymm5\n",
-            ".if ", $c, "\nvpsrld ymm4, ymm4, ", $c, "\n.endif\n",
-            "vpand ymm4, ymm4, ymm7\n",
-            "vpor ", $hi, ", ", $hi, ", ymm4\n",
+            step!($c, "ymm8", "ymm9"), step!($c4, $v0, $v1),
         )
     };
 }
 
-/// The kernel with its lines that bring and multiply codes.
+/// A unit, with as few registers as four tokens leave.
+#[rustfmt::skip]
+macro_rules! unit {
+    () => {
+        concat!(
+            ".if {bits} == 4\n",
+            load!("0", "ymm14", "ymm15"), "\n", nibbles!("0", "4", "ymm14", "ymm15"), load!("1", "ymm14", "ymm15"), "\n", nibbles!("1", "5", "ymm14", "ymm15"),
+            load!("2", "ymm14", "ymm15"), "\n", nibbles!("2", "6", "ymm14", "ymm15"), load!("3", "ymm14", "ymm15"), "\n", nibbles!("3", "7", "ymm14", "ymm15"),
+            ".endif\n",
+            ".if {bits} == 5\n",
+            low_bits!("0", "0"), low_bits!("1", "1"), low_bits!("2", "2"), low_bits!("3", "3"), low_bits!("4", "4"),
+            pieces!("ymm14", "1", "3"; "ymm7", "0", "3"), step!("5", "ymm8", "ymm9"),
+            pieces!("ymm14", "3", "3"; "ymm7", "2", "3"), step!("6", "ymm8", "ymm9"),
+            pieces!("ymm15", "1", "1"; "ymm15", "3", "1"; "ymm7", "4", "3"), step!("7", "ymm8", "ymm9"),
+            ".endif\n",
+            ".if {bits} == 6\n",
+            low_bits!("0", "0"), low_bits!("1", "1"), low_bits!("2", "2"),
+            pieces!("ymm7", "0", "2"; "ymm7", "1", "2"; "ymm7", "2", "2"), step!("3", "ymm8", "ymm9"),
+            ".endif\n",
+            ".if {bits} == 3\n",
+            low_bits!("0", "0"), high_bits!("1", "0", "3"), low_bits!("2", "1"),
+            pieces!("ymm7", "0", "2"; "ymm7", "1", "2"; "ymm7", "2", "2"),
+            "vpsrlw ymm14, ymm8, 3\n", "vpsrlw ymm15, ymm9, 3\n", "vpand ymm8, ymm8, ymm6\n", "vpand ymm9, ymm9, ymm6\n",
+            step!("3", "ymm8", "ymm9"),
+            high_bits!("4", "1", "3"), low_bits!("5", "2"), high_bits!("6", "2", "3"),
+            "vpand ymm14, ymm14, ymm6\n", "vpand ymm15, ymm15, ymm6\n",
+            step!("7", "ymm14", "ymm15"),
+            ".endif\n",
+            ".if {bits} == 2\n",
+            low_bits!("0", "0"), high_bits!("1", "0", "2"), high_bits!("2", "0", "4"), high_bits!("3", "0", "6"),
+            ".endif\n",
+        )
+    };
+}
+
+macro_rules! masks {
+    () => {
+        "vmovdqa ymm6, ymmword ptr [{k}]\nvmovdqa ymm7, ymmword ptr [{k} + 32]\n.if {bits} == 5\nvmovdqa ymm14, ymmword ptr [{k} + 64]\nvmovdqa ymm15, ymmword ptr [{k} + 96]\n.endif"
+    };
+}
+
+/// The kernel of a block with its lines that bring and multiply codes.
 macro_rules! block_kernel {
     ($block:ident, $b:ident, $scales:ident, $acts:ident, $out:ident, $F:ident, $NT:ident; $($line:expr),*) => {
         kernel!(
-            "vmovdqa ymm6, ymmword ptr [{k}]", "vmovdqa ymm7, ymmword ptr [{k} + 32]",
+            masks!(),
             $($line,)*
-            tokens!("vpmaddwd ymm\\t, ymm\\t, ymmword ptr [{k} + 64]", "vpmaddwd ymm1\\t, ymm1\\t, ymmword ptr [{k} + 64]"),
+            tokens!("vpmaddwd ymm\\t, ymm\\t, ymmword ptr [{k} + 128]", "vpmaddwd ymm1\\t, ymm1\\t, ymmword ptr [{k} + 128]"),
             finish!(
                 concat!(
                     ".if {f16}\nvcvtph2ps ymm8, xmmword ptr [{b} + {d_at}]\nvcvtph2ps ymm9, xmmword ptr [{b} + {d_at} + 16]\n.else\n",
@@ -112,12 +223,10 @@ macro_rules! block_kernel {
                 add_min!()
             );
             b = in(reg) $block, a = in(reg) $acts.q[8 * $b..].as_ptr(), m = in(reg) $acts, s = in(reg) $scales, i = in(reg) 16 * $b,
-            out = in(reg) $out.as_mut_ptr(), k = in(reg) Blocks::<$F>::CONSTANTS,
-            nt = const $NT, shift = const $F::SHIFT, min = const $F::MIN as u32,
+            out = in(reg) $out.as_mut_ptr(), k = in(reg) Text::<$F>::CONSTANTS,
+            nt = const $NT, shift = const $F::SHIFT, min = const $F::MIN as u32, super = const 0, sub = const 8,
             f16 = const $F::HALF as u32, d_at = const size_of::<$F::Block>() - 32,
-            codes = const 64 * Blocks::<$F>::PLANES.0, table = const Blocks::<$F>::TABLE as u32,
-            fifth = const Blocks::<$F>::PLANES.1.is_some() as u32,
-            fifth_at = const match Blocks::<$F>::PLANES.1 { Some(plane) => 64 * plane, None => 0 },
+            bits = const $F::UNIT.bits, codes = const 64 * $F::CODES, table = const $F::TABLE.is_some() as u32,
             minus_sum = const offset_of!(ByteActs, minus_sum), d = const offset_of!(ByteActs, d), sum = const offset_of!(ByteActs, sum),
             scale = const offset_of!(Scales, scale), mins = const offset_of!(Scales, min)
         )
@@ -138,17 +247,15 @@ fn block<F: Format, const NT: usize>(
     // SAFETY: reads the block's planes of codes, the constants, block `b` of the scales and activations, and reads and writes `out`; the registers are
     // declared.
     unsafe {
-        match NT {
-            1 => block_kernel!(block, b, scales, acts, out, F, NT;
+        match (NT, F::UNIT.bits) {
+            (1, 4) => block_kernel!(block, b, scales, acts, out, F, NT;
                 load!("0", "ymm14", "ymm15"), load!("1", "ymm2", "ymm3"), load!("2", "ymm12", "ymm13"), load!("3", "ymm1", "ymm11"),
-                columns!("0", "ymm14", "ymm15"), columns!("1", "ymm2", "ymm3"), columns!("2", "ymm12", "ymm13"), columns!("3", "ymm1", "ymm11")),
-            2 => block_kernel!(block, b, scales, acts, out, F, NT;
+                nibbles!("0", "4", "ymm14", "ymm15"), nibbles!("1", "5", "ymm2", "ymm3"), nibbles!("2", "6", "ymm12", "ymm13"), nibbles!("3", "7", "ymm1", "ymm11")),
+            (2, 4) => block_kernel!(block, b, scales, acts, out, F, NT;
                 load!("0", "ymm14", "ymm15"), load!("1", "ymm2", "ymm3"), load!("2", "ymm12", "ymm13"),
-                columns!("0", "ymm14", "ymm15"), load!("3", "ymm14", "ymm15"),
-                columns!("1", "ymm2", "ymm3"), columns!("2", "ymm12", "ymm13"), columns!("3", "ymm14", "ymm15")),
-            _ => block_kernel!(block, b, scales, acts, out, F, NT;
-                load!("0", "ymm14", "ymm15"), columns!("0", "ymm14", "ymm15"), load!("1", "ymm14", "ymm15"), columns!("1", "ymm14", "ymm15"),
-                load!("2", "ymm14", "ymm15"), columns!("2", "ymm14", "ymm15"), load!("3", "ymm14", "ymm15"), columns!("3", "ymm14", "ymm15")),
+                nibbles!("0", "4", "ymm14", "ymm15"), load!("3", "ymm14", "ymm15"),
+                nibbles!("1", "5", "ymm2", "ymm3"), nibbles!("2", "6", "ymm12", "ymm13"), nibbles!("3", "7", "ymm14", "ymm15")),
+            _ => block_kernel!(block, b, scales, acts, out, F, NT; unit!()),
         }
     }
 }
@@ -174,101 +281,6 @@ pub fn byte_blocks<F: Format, const NT: usize>(
     }
 }
 
-/// What the text of [`part`] needs to know of an encoding.
-struct Super<F, const PART: usize>(F);
-impl<F: Format, const PART: usize> Super<F, PART> {
-    const MASKS: (u32, u32) = match F::CODES {
-        Planes::Fields { low, top, .. } => (low, top),
-        _ => panic!("super-blocks of bytes come as fields"),
-    };
-    const FIELDS: Fields = match F::CODES {
-        Planes::Fields { of_part, .. } => of_part[PART],
-        _ => panic!("super-blocks of bytes come as fields"),
-    };
-    const CONSTANTS: &'static Constants = &Constants::new(Self::MASKS.0, [Self::MASKS.1; 8]);
-}
-
-/// `to`: the codes of a field of the planes at step `\c`, whose low bits are in `from`, for the half of the rows at `half`.
-#[rustfmt::skip]
-macro_rules! field {
-    ($to:literal, $from:literal, $shift:literal, $top_shift:literal, $half:literal) => {
-        concat!(
-            ".if {", $shift, "}\n",
-            "vpsrld ", $to, ", ", $from, ", {", $shift, "}\n",
-            "vpand ", $to, ", ", $to, ", ymm6\n",
-            ".else\n",
-            "vpand ", $to, ", ", $from, ", ymm6\n",
-            ".endif\n",
-            ".if {top}\n",
-            "vmovdqu ymm4, ymmword ptr [{b} + {top_at} + 64*\\c + ", $half, "]\n",
-            ".if {", $top_shift, "} > 0\n", "vpslld ymm4, ymm4, {", $top_shift, "}\n", ".endif\n",
-            ".if {", $top_shift, "} < 0\n", "vpsrld ymm4, ymm4, -({", $top_shift, "})\n", ".endif\n",
-            "vpand ymm4, ymm4, ymm7\n",
-            "vpor ", $to, ", ", $to, ", ymm4\n",
-            ".endif\n",
-        )
-    };
-}
-
-/// Part `PART` of a super-block; registers 2, 3, 12 and 13 hold the second sub-block's sums.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn part<F: Format, const SUBS: usize, const NT: usize, const PART: usize>(
-    block: &F::Block,
-    scales: &Scales,
-    acts: &SuperActs,
-    dot: &mut Acc<NT>,
-) {
-    const { assert!(NT <= 2 && (SUBS == 16 || F::SHIFT == 0), "registers; minus_sum is per 16 columns") };
-    // SAFETY: reads the block's planes of codes, the constants, the scales and activations, and reads and writes `dot`; the registers are declared.
-    unsafe {
-        kernel!(
-            "vmovdqa ymm6, ymmword ptr [{k}]", "vmovdqa ymm7, ymmword ptr [{k} + 32]",
-            concat!(
-                ".irp c,0,1,2,3,4,5,6,7\n.if \\c < {steps}\n",
-                "vmovdqu ymm14, ymmword ptr [{b} + {low_at} + 64*\\c]\n",
-                "vmovdqu ymm15, ymmword ptr [{b} + {low_at} + 64*\\c + 32]\n",
-                field!("ymm8", "ymm14", "shift0", "top0", "0"), field!("ymm9", "ymm15", "shift0", "top0", "32"),
-                ".if \\c\n",
-                further!("vpmaddubsw", "vpaddw", "ymm8", "ymm9", "{a0} + 16*\\c"),
-                "\n.else\n",
-                first!("vpmaddubsw", "vpaddw", "ymm8", "ymm9", "{a0}", "{m} + {start0}"),
-                "\n.endif\n",
-                field!("ymm14", "ymm14", "shift1", "top1", "0"), field!("ymm15", "ymm15", "shift1", "top1", "32"),
-                ".if \\c\n",
-                further!("vpmaddubsw", "vpaddw", "ymm14", "ymm15", "{a1} + 16*\\c", "2,3" - "2"),
-                "\n.else\n",
-                first!("vpmaddubsw", "vpaddw", "ymm14", "ymm15", "{a1}", "{m} + {start1}", "2,3" - "2"),
-                "\n.endif\n",
-                "\n.endif\n.endr"
-            ),
-            tokens!("vpmaddwd ymm\\t, ymm\\t, ymmword ptr [{s} + {scale0}]", "vpmaddwd ymm1\\t, ymm1\\t, ymmword ptr [{s} + {scale0} + 32]"),
-            tokens!("2,3" - "2"; "vpmaddwd ymm\\t, ymm\\t, ymmword ptr [{s} + {scale1}]", "vpmaddwd ymm1\\t, ymm1\\t, ymmword ptr [{s} + {scale1} + 32]"),
-            "vpaddd ymm0, ymm0, ymm2", "vpaddd ymm10, ymm10, ymm12",
-            ".if {nt} > 1", "vpaddd ymm1, ymm1, ymm3", "vpaddd ymm11, ymm11, ymm13", ".endif",
-            tokens!(
-                "vpaddd ymm\\t, ymm\\t, ymmword ptr [{dot} + 64*\\t]",
-                "vpaddd ymm1\\t, ymm1\\t, ymmword ptr [{dot} + 64*\\t + 32]",
-                "vmovdqa ymmword ptr [{dot} + 64*\\t], ymm\\t",
-                "vmovdqa ymmword ptr [{dot} + 64*\\t + 32], ymm1\\t"
-            );
-            b = in(reg) block, a = in(reg) acts.q.as_ptr(), m = in(reg) acts, s = in(reg) scales, dot = in(reg) dot,
-            k = in(reg) Super::<F, PART>::CONSTANTS,
-            nt = const NT, steps = const 64 / SUBS, shift = const F::SHIFT,
-            low_at = const 64 * Super::<F, PART>::FIELDS.plane,
-            top = const (Super::<F, PART>::MASKS.1 > 0) as u32, top_at = const 64 * Super::<F, PART>::FIELDS.top,
-            shift0 = const Super::<F, PART>::FIELDS.shift[0], shift1 = const Super::<F, PART>::FIELDS.shift[1],
-            top0 = const Super::<F, PART>::FIELDS.top_shift[0], top1 = const Super::<F, PART>::FIELDS.top_shift[1],
-            a0 = const 16 * (64 / SUBS) * Super::<F, PART>::FIELDS.sub[0], a1 = const 16 * (64 / SUBS) * Super::<F, PART>::FIELDS.sub[1],
-            start0 = const offset_of!(SuperActs, minus_sum) + 16 * Super::<F, PART>::FIELDS.sub[0],
-            start1 = const offset_of!(SuperActs, minus_sum) + 16 * Super::<F, PART>::FIELDS.sub[1],
-            scale0 = const offset_of!(Scales, sub_scale) + 64 * Super::<F, PART>::FIELDS.sub[0],
-            scale1 = const offset_of!(Scales, sub_scale) + 64 * Super::<F, PART>::FIELDS.sub[1]
-        );
-    }
-}
-
-/// The streams advance together from part to part.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub fn byte_super<F: Format, const SUBS: usize, const NT: usize>(
     isa: Avx2,
@@ -277,20 +289,46 @@ pub fn byte_super<F: Format, const SUBS: usize, const NT: usize>(
     acts: &SuperActs,
     out: &mut [[f32; 16]],
 ) {
-    let mut dots: [Acc<NT>; STREAMS] = [[[_mm256_setzero_si256(); 2]; NT]; STREAMS];
-    for (stream, scales) in streams.iter().zip(scales.iter_mut()) {
+    for (s, (stream, scales)) in streams.iter().zip(scales).enumerate() {
+        let next = stream.next.cast::<u8>();
+        let lines = size_of::<F::Block>().div_ceil(64);
+        for line in (0..F::CODES).chain(F::CODES + F::UNITS * F::UNIT.planes..lines) {
+            isa.prefetch(next.wrapping_add(64 * line));
+        }
         F::scales::<V>(&stream.blocks[0], 0, scales);
-    }
-    macro_rules! parts {
-        ($($part:literal)*) => { $(if $part < F::PARTS {
-            for ((stream, scales), dot) in streams.iter().zip(scales.iter()).zip(&mut dots) {
-                prefetch(isa, stream.next, $part, F::PARTS);
-                part::<F, SUBS, NT, $part>(&stream.blocks[0], scales, acts, dot);
-            }
-        })* };
-    }
-    parts!(0 1 2 3 4 5 6 7);
-    for (s, (scales, dot)) in scales.iter().zip(dots).enumerate().take(streams.len()) {
+        let dot = super_block::<F, SUBS, NT>(&stream.blocks[0], next, scales, acts);
         finish_super::<F, SUBS, NT>(scales, acts, dot, of_stream(out, s));
     }
+}
+
+/// The integer sums of a super-block, each sub-block's times its scale.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn super_block<F: Format, const SUBS: usize, const NT: usize>(
+    block: &F::Block,
+    next: *const u8,
+    scales: &Scales,
+    acts: &SuperActs,
+) -> Acc<NT> {
+    const { assert!(SUBS == 16 || F::SHIFT == 0, "minus_sum is per 16 columns") };
+    let mut dot: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
+    // SAFETY: reads the block's planes of codes, the constants, the scales and activations, and reads and writes `dot`; the registers are declared.
+    unsafe {
+        kernel!(
+            masks!(),
+            ".if {nt} < 3", "vpxor xmm2, xmm2, xmm2", "vpxor xmm3, xmm3, xmm3", "vpxor xmm12, xmm12, xmm12", "vpxor xmm13, xmm13, xmm13", ".endif",
+            ".p2align 5", "2:",
+            ".irp p,0,1,2,3,4\n.if \\p < {planes}\nprefetcht0 byte ptr [{n} + {codes} + 64*\\p]\n.endif\n.endr",
+            unit!(),
+            "add {b}, 64 * {planes}", "add {n}, 64 * {planes}", "add {a}, 16 * {steps}", "add {i}, 16 * {steps} / {sub}", "jnz 2b",
+            ".if {nt} < 3", "vmovdqa ymmword ptr [{out}], ymm2", "vmovdqa ymmword ptr [{out} + 32], ymm12", ".endif",
+            ".if {nt} == 2", "vmovdqa ymmword ptr [{out} + 64], ymm3", "vmovdqa ymmword ptr [{out} + 96], ymm13", ".endif";
+            b = inout(reg) block => _, n = inout(reg) next => _, a = inout(reg) acts.q.as_ptr() => _, m = in(reg) end(acts, 16 * SUBS),
+            s = in(reg) end(scales, 64 * SUBS), i = inout(reg) -16 * SUBS as isize => _, out = in(reg) dot.as_mut_ptr(), k = in(reg) Text::<F>::CONSTANTS,
+            nt = const NT, shift = const F::SHIFT, super = const 1, sub = const 64 / SUBS, steps = const F::UNIT.steps(), planes = const F::UNIT.planes,
+            bits = const F::UNIT.bits, codes = const 64 * F::CODES, table = const 0,
+            minus_sum = const offset_of!(SuperActs, minus_sum), scale = const offset_of!(Scales, sub_scale)
+        );
+    }
+    dot
 }
