@@ -22,10 +22,10 @@ use std::arch::x86_64::*;
 
 use super::activations::{ByteActs, CHUNK, Codes, Family, SuperActs, TINY, WordActs};
 use super::float::{FloatActs, FloatFormat, FloatTile, ask_ahead};
-use super::formats::{Emit, Format, Gguf, Scales, Tile};
+use super::formats::{Format, Gguf, Scales, Tile};
 use super::lanes::{Bits, Lanes};
 use super::pack::RawRows;
-use super::{Isa, STREAMS, Scratch, Stream, TOKENS, Work, prefetch, rowwise};
+use super::{Isa, STREAMS, Scratch, Stream, Work, rowwise};
 use crate::cpu::isa::Avx2;
 use std::ops::Range;
 
@@ -304,100 +304,6 @@ fn finish_super<F: Format, const SUBS: usize, const NT: usize>(
     }
 }
 
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn finish_words<const NT: usize>(
-    scales: &Scales,
-    slot: usize,
-    acts: &WordActs,
-    b: usize,
-    acc: Acc<NT>,
-    out: &mut [[f32; 16]; NT],
-) {
-    let scale = halves(&scales.scale[slot]);
-    for t in 0..NT {
-        let d = _mm256_set1_ps(acts.d[b][t]);
-        let mut o = halves(&out[t]);
-        for h in 0..2 {
-            o[h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[t][h]), _mm256_mul_ps(scale[h], d), o[h]);
-        }
-        store_halves(o, &mut out[t]);
-    }
-}
-
-/// Sixteen rows' dwords; `h` is of no account.
-#[derive(Clone, Copy)]
-struct Pair([V; 2]);
-
-impl Bits for Pair {
-    #[inline(always)]
-    fn load(plane: &[u32; 16], _h: usize) -> Self {
-        Self([V::load(plane, 0), V::load(plane, 1)])
-    }
-    #[inline(always)]
-    fn splat(v: u32) -> Self {
-        Self([V::splat(v); 2])
-    }
-    #[inline(always)]
-    fn and(self, o: Self) -> Self {
-        Self([self.0[0].and(o.0[0]), self.0[1].and(o.0[1])])
-    }
-    #[inline(always)]
-    fn or(self, o: Self) -> Self {
-        Self([self.0[0].or(o.0[0]), self.0[1].or(o.0[1])])
-    }
-    #[inline(always)]
-    fn shl(self, n: usize) -> Self {
-        Self([self.0[0].shl(n), self.0[1].shl(n)])
-    }
-    #[inline(always)]
-    fn shr(self, n: usize) -> Self {
-        Self([self.0[0].shr(n), self.0[1].shr(n)])
-    }
-    #[inline(always)]
-    fn lookup(self, table: &[i8; 16]) -> Self {
-        Self([self.0[0].lookup(table), self.0[1].lookup(table)])
-    }
-}
-
-/// `acc += v * a`, the dword of activations against sixteen rows. Assembly, so that the additions stay in this order.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn word_step(acc: &mut [__m256i; 2], v: Pair, a: u32) {
-    // SAFETY: register arithmetic.
-    unsafe {
-        asm!(
-            "vpmaddwd {t}, {v0}, {x}",
-            "vpmaddwd {x}, {v1}, {x}",
-            "vpaddd {c0}, {c0}, {t}",
-            "vpaddd {c1}, {c1}, {x}",
-            v0 = in(ymm_reg) v.0[0].0, v1 = in(ymm_reg) v.0[1].0, t = out(ymm_reg) _, x = inout(ymm_reg) _mm256_set1_epi32(a as i32) => _,
-            c0 = inout(ymm_reg) acc[0], c1 = inout(ymm_reg) acc[1],
-            options(pure, nomem, nostack, preserves_flags)
-        )
-    }
-}
-
-/// `acc[token] += codes * activations`
-struct AddWords<'a, const NT: usize> {
-    acts: &'a [[u32; TOKENS]],
-    acc: &'a mut Acc<NT>,
-}
-
-impl<const NT: usize> Emit<Pair> for AddWords<'_, NT> {
-    #[inline(always)]
-    fn emit(&mut self, step: usize, v: Pair) {
-        let even = Pair([v.0[0].even_bytes_i16(), v.0[1].even_bytes_i16()]);
-        let odd = Pair([v.0[0].odd_bytes_i16(), v.0[1].odd_bytes_i16()]);
-        for t in 0..NT {
-            intrinsics!({
-                word_step(&mut self.acc[t], even, self.acts[2 * step][t]);
-                word_step(&mut self.acc[t], odd, self.acts[2 * step + 1][t]);
-            });
-        }
-    }
-}
-
 /// The same reference, without the compiler knowing: what is read through it is not hoisted out of the loop around and spilled.
 #[inline(always)]
 pub fn opaque<T>(x: &T) -> &T {
@@ -413,46 +319,6 @@ pub fn opaque<T>(x: &T) -> &T {
 #[inline(always)]
 fn of_stream<const NT: usize>(out: &mut [[f32; 16]], s: usize) -> &mut [[f32; 16]; NT] {
     (&mut out[NT * s..NT * (s + 1)]).try_into().expect("as many rows as tokens")
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-fn fused_word_blocks<F: Format, const NT: usize>(
-    isa: Avx2,
-    streams: &[Stream<'_, F::Block>],
-    scales: &mut [Scales; STREAMS],
-    acts: &WordActs,
-    out: &mut [[f32; 16]],
-) {
-    for b in 0..streams[0].blocks.len() {
-        for (stream, scales) in streams.iter().zip(scales.iter_mut()) {
-            F::scales::<V>(&stream.blocks[b], 0, scales);
-        }
-        for unit in 0..F::UNITS {
-            fused_word_unit::<F, NT>(isa, streams, b, unit, scales, acts, out);
-        }
-    }
-}
-
-/// One unit of each stream's block `b`: 32 columns with a scale of their own.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn fused_word_unit<F: Format, const NT: usize>(
-    isa: Avx2,
-    streams: &[Stream<'_, F::Block>],
-    b: usize,
-    unit: usize,
-    scales: &[Scales; STREAMS],
-    acts: &WordActs,
-    out: &mut [[f32; 16]],
-) {
-    let at = b + unit;
-    for (s, stream) in streams.iter().enumerate() {
-        prefetch(isa, stream.next.wrapping_add(b), unit, F::UNITS);
-        let acts = opaque(acts);
-        let mut acc: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
-        F::unit::<Pair>(&stream.blocks[b], unit, 0, &mut AddWords { acts: &acts.q[16 * at..][..16], acc: &mut acc });
-        finish_words(&scales[s], unit, acts, at, acc, of_stream(out, s));
-    }
 }
 
 /// Sums of a chunk start at zero, so that long rows lose nothing to small addends.
@@ -759,7 +625,7 @@ impl Isa for Avx2 {
         acts: &WordActs,
         out: &mut [[f32; 16]],
     ) {
-        fused!(streams, out, [1 2 3 4], |NT| fused_word_blocks::<F, NT>(self, streams, scales, acts, out));
+        fused!(streams, out, [1 2 3 4], |NT| fused::word_blocks::<F, NT>(self, streams, scales, acts, out));
     }
     const FLOAT_ROWS: bool = true;
 

@@ -11,11 +11,11 @@ use std::mem::offset_of;
 use super::assembly::end;
 use super::{Acc, V, finish_super, of_stream};
 use crate::cpu::isa::Avx2;
-use crate::cpu::qgemm::activations::{ByteActs, SuperActs};
+use crate::cpu::qgemm::activations::{ByteActs, Family, SuperActs, WordActs};
 use crate::cpu::qgemm::formats::{Format, Scales};
-use crate::cpu::qgemm::{Isa, STREAMS, Stream, prefetch};
+use crate::cpu::qgemm::{STREAMS, Stream, prefetch};
 
-/// What the text reads from memory: masks (or one and a table), and ones.
+/// What the text reads from memory: masks (or one and a table), and ones; for words, the mask of the upper bytes is the third.
 #[repr(C, align(32))]
 struct Constants([[u32; 8]; 5]);
 
@@ -29,13 +29,16 @@ impl<F: Format> Text<F> {
             6 => [0x3f, 0xc0, 0, 0],
             3 => [0x07, 0xc0, 0, 0],
             2 => [0x03, 0, 0, 0],
-            _ => panic!("codes of more bits are multiplied as words"),
+            _ => [0; 4],
         };
         let mut all = [[0x0001_0001; 8]; 5];
         let mut i = 0;
         while i < 4 {
             all[i] = [0x0101_0101 * masks[i]; 8];
             i += 1;
+        }
+        if <F::Family as Family>::WORDS {
+            all[2] = [0xff00_ff00; 8];
         }
         if let Some(table) = F::TABLE {
             all[1] = [0; 8];
@@ -49,10 +52,13 @@ impl<F: Format> Text<F> {
     };
 }
 
-/// The products of step `c`, whose codes are in the two registers: the first of a sub-block or a further one; after the last, what `done` says of the sums.
+/// The products of step `c`, whose codes are in the two registers: the first of a sub-block or a further one; after its last, its scale.
 macro_rules! step {
     ($c:literal, $w0:literal, $w1:literal) => {
         concat!(
+            ".if {words}\n",
+            words!($c),
+            "\n.else\n",
             ".if ",
             $c,
             " & ({sub} - 1)\n",
@@ -71,7 +77,27 @@ macro_rules! step {
             $c,
             " & ({sub} - 1)) == {sub} - 1\n",
             add_sub!($c),
-            "\n.endif\n.endif\n",
+            "\n.endif\n.endif\n.endif\n",
+        )
+    };
+}
+
+/// The products of step `c`, its signed codes in 8 and 9, with activations widened to 16 bits. A byte becomes 256 times its value in one operation; 32 columns
+/// of such products fit into 32 bits.
+macro_rules! words {
+    ($c:literal) => {
+        concat!(
+            ".if {table}\nvpshufb ymm8, ymm7, ymm8\nvpshufb ymm9, ymm7, ymm9\n.endif\n",
+            "vpsllw ymm14, ymm8, 8\nvpsllw ymm15, ymm9, 8\n",
+            ".if ",
+            $c,
+            "\n",
+            further!("vpmaddwd", "vpaddd", "ymm14", "ymm15", concat!("32*", $c)),
+            "\n.else\n",
+            first!("vpmaddwd", "vpaddd", "ymm14", "ymm15", concat!("32*", $c), "{m}"),
+            "\n.endif\n",
+            "vpand ymm8, ymm8, ymmword ptr [{k} + 64]\nvpand ymm9, ymm9, ymmword ptr [{k} + 64]\n",
+            further!("vpmaddwd", "vpaddd", "ymm8", "ymm9", concat!("32*", $c, " + 16")),
         )
     };
 }
@@ -172,7 +198,17 @@ macro_rules! nibbles {
 macro_rules! unit {
     () => {
         concat!(
-            ".if {bits} == 4\n",
+            ".if {words} && {bits} == 4\n",
+            low_bits!("0", "0"), high_bits!("4", "0", "4"), low_bits!("1", "1"), high_bits!("5", "1", "4"),
+            low_bits!("2", "2"), high_bits!("6", "2", "4"), low_bits!("3", "3"), high_bits!("7", "3", "4"),
+            ".endif\n",
+            ".if {bits} == 8\n",
+            load!("0", "ymm8", "ymm9"), "\n", words!("0"), "\n", load!("1", "ymm8", "ymm9"), "\n", words!("1"), "\n",
+            load!("2", "ymm8", "ymm9"), "\n", words!("2"), "\n", load!("3", "ymm8", "ymm9"), "\n", words!("3"), "\n",
+            load!("4", "ymm8", "ymm9"), "\n", words!("4"), "\n", load!("5", "ymm8", "ymm9"), "\n", words!("5"), "\n",
+            load!("6", "ymm8", "ymm9"), "\n", words!("6"), "\n", load!("7", "ymm8", "ymm9"), "\n", words!("7"), "\n",
+            ".endif\n",
+            ".if {words} == 0 && {bits} == 4\n",
             load!("0", "ymm14", "ymm15"), "\n", nibbles!("0", "4", "ymm14", "ymm15"), load!("1", "ymm14", "ymm15"), "\n", nibbles!("1", "5", "ymm14", "ymm15"),
             load!("2", "ymm14", "ymm15"), "\n", nibbles!("2", "6", "ymm14", "ymm15"), load!("3", "ymm14", "ymm15"), "\n", nibbles!("3", "7", "ymm14", "ymm15"),
             ".endif\n",
@@ -208,13 +244,17 @@ macro_rules! masks {
     };
 }
 
-/// The kernel of a block with its lines that bring and multiply codes.
+/// The kernel of 32 columns with a scale of their own, with its lines that bring and multiply codes.
 macro_rules! block_kernel {
-    ($block:ident, $b:ident, $scales:ident, $acts:ident, $out:ident, $F:ident, $NT:ident; $($line:expr),*) => {
+    ($codes:ident, $at:ident, $scales:ident, $Acts:ident, $acts:ident, $minus_sum:expr, $sum:expr, $out:ident, $F:ident, $NT:ident; $($line:expr),*) => {
         kernel!(
             masks!(),
             $($line,)*
+            ".if {words}",
+            tokens!("vpsrad ymm\\t, ymm\\t, 8", "vpsrad ymm1\\t, ymm1\\t, 8"),
+            ".else",
             tokens!("vpmaddwd ymm\\t, ymm\\t, ymmword ptr [{k} + 128]", "vpmaddwd ymm1\\t, ymm1\\t, ymmword ptr [{k} + 128]"),
+            ".endif",
             finish!(
                 concat!(
                     ".if {f16}\nvcvtph2ps ymm8, xmmword ptr [{b} + {d_at}]\nvcvtph2ps ymm9, xmmword ptr [{b} + {d_at} + 16]\n.else\n",
@@ -222,12 +262,12 @@ macro_rules! block_kernel {
                 );
                 add_min!()
             );
-            b = in(reg) $block, a = in(reg) $acts.q[8 * $b..].as_ptr(), m = in(reg) $acts, s = in(reg) $scales, i = in(reg) 16 * $b,
+            b = in(reg) $codes, a = in(reg) $acts.q[$acts.q.len() / 8 * $at..].as_ptr(), m = in(reg) $acts, s = in(reg) $scales, i = in(reg) 16 * $at,
             out = in(reg) $out.as_mut_ptr(), k = in(reg) Text::<$F>::CONSTANTS,
             nt = const $NT, shift = const $F::SHIFT, min = const $F::MIN as u32, super = const 0, sub = const 8,
-            f16 = const $F::HALF as u32, d_at = const size_of::<$F::Block>() - 32,
+            words = const <$F::Family as Family>::WORDS as u32, f16 = const $F::HALF as u32, d_at = const size_of::<$F::Block>() - 32,
             bits = const $F::UNIT.bits, codes = const 64 * $F::CODES, table = const $F::TABLE.is_some() as u32,
-            minus_sum = const offset_of!(ByteActs, minus_sum), d = const offset_of!(ByteActs, d), sum = const offset_of!(ByteActs, sum),
+            minus_sum = const $minus_sum, d = const offset_of!($Acts, d), sum = const $sum,
             scale = const offset_of!(Scales, scale), mins = const offset_of!(Scales, min)
         )
     };
@@ -243,19 +283,38 @@ fn block<F: Format, const NT: usize>(
     acts: &ByteActs,
     out: &mut [[f32; 16]; NT],
 ) {
+    const { assert!(F::UNITS == 1) };
+    macro_rules! kernel_of {
+        ($($line:expr),*) => {
+            block_kernel!(block, b, scales, ByteActs, acts, offset_of!(ByteActs, minus_sum), offset_of!(ByteActs, sum), out, F, NT; $($line),*)
+        };
+    }
     // As early as there are registers for: what comes from memory is waited for together.
     // SAFETY: reads the block's planes of codes, the constants, block `b` of the scales and activations, and reads and writes `out`; the registers are
     // declared.
     unsafe {
         match (NT, F::UNIT.bits) {
-            (1, 4) => block_kernel!(block, b, scales, acts, out, F, NT;
-                load!("0", "ymm14", "ymm15"), load!("1", "ymm2", "ymm3"), load!("2", "ymm12", "ymm13"), load!("3", "ymm1", "ymm11"),
-                nibbles!("0", "4", "ymm14", "ymm15"), nibbles!("1", "5", "ymm2", "ymm3"), nibbles!("2", "6", "ymm12", "ymm13"), nibbles!("3", "7", "ymm1", "ymm11")),
-            (2, 4) => block_kernel!(block, b, scales, acts, out, F, NT;
-                load!("0", "ymm14", "ymm15"), load!("1", "ymm2", "ymm3"), load!("2", "ymm12", "ymm13"),
-                nibbles!("0", "4", "ymm14", "ymm15"), load!("3", "ymm14", "ymm15"),
-                nibbles!("1", "5", "ymm2", "ymm3"), nibbles!("2", "6", "ymm12", "ymm13"), nibbles!("3", "7", "ymm14", "ymm15")),
-            _ => block_kernel!(block, b, scales, acts, out, F, NT; unit!()),
+            (1, 4) => kernel_of!(
+                load!("0", "ymm14", "ymm15"),
+                load!("1", "ymm2", "ymm3"),
+                load!("2", "ymm12", "ymm13"),
+                load!("3", "ymm1", "ymm11"),
+                nibbles!("0", "4", "ymm14", "ymm15"),
+                nibbles!("1", "5", "ymm2", "ymm3"),
+                nibbles!("2", "6", "ymm12", "ymm13"),
+                nibbles!("3", "7", "ymm1", "ymm11")
+            ),
+            (2, 4) => kernel_of!(
+                load!("0", "ymm14", "ymm15"),
+                load!("1", "ymm2", "ymm3"),
+                load!("2", "ymm12", "ymm13"),
+                nibbles!("0", "4", "ymm14", "ymm15"),
+                load!("3", "ymm14", "ymm15"),
+                nibbles!("1", "5", "ymm2", "ymm3"),
+                nibbles!("2", "6", "ymm12", "ymm13"),
+                nibbles!("3", "7", "ymm14", "ymm15")
+            ),
+            _ => kernel_of!(unit!()),
         }
     }
 }
@@ -281,6 +340,53 @@ pub fn byte_blocks<F: Format, const NT: usize>(
     }
 }
 
+/// Unit `unit` of one stream's block `b`.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn word_unit<F: Format, const NT: usize>(
+    block: &F::Block,
+    b: usize,
+    unit: usize,
+    scales: &Scales,
+    acts: &WordActs,
+    out: &mut [[f32; 16]; NT],
+) {
+    const { assert!(F::UNIT.steps() == 8 && !F::MIN && (F::UNITS == 1 || !F::HALF)) };
+    let at = b + unit;
+    assert!(unit < F::UNITS && at < acts.d.len());
+    let block = std::ptr::from_ref(block).cast::<[u32; 16]>().wrapping_add(F::UNIT.planes * unit);
+    // SAFETY: reads the unit's planes, the block's scale, the constants, place `at` of the scales and activations, and reads and writes `out`; the
+    // registers are declared.
+    unsafe { block_kernel!(block, at, scales, WordActs, acts, 0, 0, out, F, NT; unit!()) }
+}
+
+/// 32 columns with a scale of their own, a block or one of a block's eight units.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub fn word_blocks<F: Format, const NT: usize>(
+    isa: Avx2,
+    streams: &[Stream<'_, F::Block>],
+    scales: &mut [Scales; STREAMS],
+    acts: &WordActs,
+    out: &mut [[f32; 16]],
+) {
+    for b in 0..streams[0].blocks.len() {
+        if !F::HALF {
+            for (stream, scales) in streams.iter().zip(scales.iter_mut()) {
+                F::scales::<V>(&stream.blocks[b], b, scales);
+            }
+        }
+        for unit in 0..F::UNITS {
+            for (s, stream) in streams.iter().enumerate() {
+                prefetch(isa, stream.next.wrapping_add(b), unit, F::UNITS);
+                word_unit::<F, NT>(&stream.blocks[b], b, unit, &scales[s], acts, of_stream(out, s));
+            }
+        }
+    }
+}
+
+/// Parts of a super-block: the streams advance together from one to the next.
+const PARTS: usize = 4;
+
 #[target_feature(enable = "avx2,fma,f16c")]
 pub fn byte_super<F: Format, const SUBS: usize, const NT: usize>(
     isa: Avx2,
@@ -289,46 +395,53 @@ pub fn byte_super<F: Format, const SUBS: usize, const NT: usize>(
     acts: &SuperActs,
     out: &mut [[f32; 16]],
 ) {
-    for (s, (stream, scales)) in streams.iter().zip(scales).enumerate() {
-        let next = stream.next.cast::<u8>();
-        let lines = size_of::<F::Block>().div_ceil(64);
-        for line in (0..F::CODES).chain(F::CODES + F::UNITS * F::UNIT.planes..lines) {
-            isa.prefetch(next.wrapping_add(64 * line));
-        }
+    let mut dots: [Acc<NT>; STREAMS] = [[[_mm256_setzero_si256(); 2]; NT]; STREAMS];
+    for (stream, scales) in streams.iter().zip(scales.iter_mut()) {
         F::scales::<V>(&stream.blocks[0], 0, scales);
-        let dot = super_block::<F, SUBS, NT>(&stream.blocks[0], next, scales, acts);
+    }
+    for part in 0..PARTS {
+        for ((stream, scales), dot) in streams.iter().zip(scales.iter()).zip(&mut dots) {
+            prefetch(isa, stream.next, part, PARTS);
+            super_part::<F, SUBS, NT>(&stream.blocks[0], part, scales, acts, dot);
+        }
+    }
+    for (s, (scales, dot)) in scales.iter().zip(dots).enumerate().take(streams.len()) {
         finish_super::<F, SUBS, NT>(scales, acts, dot, of_stream(out, s));
     }
 }
 
-/// The integer sums of a super-block, each sub-block's times its scale.
+/// Adds to the integer sums of a super-block those of part `part`, each sub-block's times its scale.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn super_block<F: Format, const SUBS: usize, const NT: usize>(
+fn super_part<F: Format, const SUBS: usize, const NT: usize>(
     block: &F::Block,
-    next: *const u8,
+    part: usize,
     scales: &Scales,
     acts: &SuperActs,
-) -> Acc<NT> {
+    dot: &mut Acc<NT>,
+) {
     const { assert!(SUBS == 16 || F::SHIFT == 0, "minus_sum is per 16 columns") };
-    let mut dot: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
-    // SAFETY: reads the block's planes of codes, the constants, the scales and activations, and reads and writes `dot`; the registers are declared.
+    const { assert!(F::UNITS.is_multiple_of(PARTS)) };
+    assert!(part < PARTS);
+    let (units, subs) = (F::UNITS / PARTS, SUBS / PARTS);
+    let codes = std::ptr::from_ref(block).cast::<[u32; 16]>().wrapping_add(F::UNIT.planes * units * part);
+    let q = acts.q[F::UNIT.steps() * units * part..].as_ptr();
+    // SAFETY: reads the part's planes of codes, the constants, its scales and activations, and reads and writes `dot`; the registers are declared.
     unsafe {
         kernel!(
             masks!(),
-            ".if {nt} < 3", "vpxor xmm2, xmm2, xmm2", "vpxor xmm3, xmm3, xmm3", "vpxor xmm12, xmm12, xmm12", "vpxor xmm13, xmm13, xmm13", ".endif",
+            ".if {nt} < 3", "vmovdqa ymm2, ymmword ptr [{out}]", "vmovdqa ymm12, ymmword ptr [{out} + 32]", ".endif",
+            ".if {nt} == 2", "vmovdqa ymm3, ymmword ptr [{out} + 64]", "vmovdqa ymm13, ymmword ptr [{out} + 96]", ".endif",
             ".p2align 5", "2:",
-            ".irp p,0,1,2,3,4\n.if \\p < {planes}\nprefetcht0 byte ptr [{n} + {codes} + 64*\\p]\n.endif\n.endr",
             unit!(),
-            "add {b}, 64 * {planes}", "add {n}, 64 * {planes}", "add {a}, 16 * {steps}", "add {i}, 16 * {steps} / {sub}", "jnz 2b",
+            "add {b}, 64 * {planes}", "add {a}, 16 * {steps}", "add {i}, 16 * {steps} / {sub}", "jnz 2b",
             ".if {nt} < 3", "vmovdqa ymmword ptr [{out}], ymm2", "vmovdqa ymmword ptr [{out} + 32], ymm12", ".endif",
             ".if {nt} == 2", "vmovdqa ymmword ptr [{out} + 64], ymm3", "vmovdqa ymmword ptr [{out} + 96], ymm13", ".endif";
-            b = inout(reg) block => _, n = inout(reg) next => _, a = inout(reg) acts.q.as_ptr() => _, m = in(reg) end(acts, 16 * SUBS),
-            s = in(reg) end(scales, 64 * SUBS), i = inout(reg) -16 * SUBS as isize => _, out = in(reg) dot.as_mut_ptr(), k = in(reg) Text::<F>::CONSTANTS,
-            nt = const NT, shift = const F::SHIFT, super = const 1, sub = const 64 / SUBS, steps = const F::UNIT.steps(), planes = const F::UNIT.planes,
-            bits = const F::UNIT.bits, codes = const 64 * F::CODES, table = const 0,
+            b = inout(reg) codes => _, a = inout(reg) q => _, m = in(reg) end(acts, 16 * subs * (part + 1)),
+            s = in(reg) end(scales, 64 * subs * (part + 1)), i = inout(reg) -16 * subs as isize => _, out = in(reg) dot.as_mut_ptr(), k = in(reg) Text::<F>::CONSTANTS,
+            nt = const NT, shift = const F::SHIFT, super = const 1, sub = const 64 / SUBS, words = const 0, steps = const F::UNIT.steps(),
+            planes = const F::UNIT.planes, bits = const F::UNIT.bits, codes = const 64 * F::CODES, table = const 0,
             minus_sum = const offset_of!(SuperActs, minus_sum), scale = const offset_of!(Scales, sub_scale)
         );
     }
-    dot
 }
