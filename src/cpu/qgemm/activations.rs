@@ -93,6 +93,8 @@ pub trait Family: 'static {
     const ACT_BLOCK: usize;
     /// Most tokens for which raw rows are better taken one after the other: to take codes apart again for each costs more or less.
     const ROWWISE: usize = 1;
+    /// Most tokens that are better fused: beyond four, codes are taken apart twice.
+    const FUSED: usize = 2 * TOKENS;
 
     /// Puts token `t` of the four in its place.
     fn put<V: Lanes>(codes: &Codes, t: usize, out: &mut Self::Acts);
@@ -106,7 +108,7 @@ pub trait Family: 'static {
         streams: &[Stream<'_, F::Block>],
         scales: &mut [Scales; STREAMS],
         acts: &Self::Acts,
-        out: &mut [[f32; 16]],
+        out: &mut [&mut [[f32; 16]]],
     ) where
         Self: Sized;
 
@@ -265,7 +267,7 @@ impl Family for ByteBlocks {
         streams: &[Stream<'_, F::Block>],
         scales: &mut [Scales; STREAMS],
         acts: &ByteActs,
-        out: &mut [[f32; 16]],
+        out: &mut [&mut [[f32; 16]]],
     ) {
         isa.fused_byte_blocks::<F>(streams, scales, acts, out);
     }
@@ -274,6 +276,7 @@ impl Family for ByteBlocks {
 impl<const SUBS: usize> Family for ByteSuper<SUBS> {
     type Acts = SuperActs;
     const ROWWISE: usize = 2;
+    const FUSED: usize = TOKENS;
     const SUB_STEPS: usize = 64 / SUBS;
     const ELEMENTS: usize = 256;
     const LAYOUT: Layout = Layout::ByteSuper;
@@ -328,7 +331,7 @@ impl<const SUBS: usize> Family for ByteSuper<SUBS> {
         streams: &[Stream<'_, F::Block>],
         scales: &mut [Scales; STREAMS],
         acts: &SuperActs,
-        out: &mut [[f32; 16]],
+        out: &mut [&mut [[f32; 16]]],
     ) {
         isa.fused_byte_super::<F, SUBS>(streams, scales, acts, out);
     }
@@ -369,7 +372,7 @@ impl Family for WordBlocks {
         streams: &[Stream<'_, F::Block>],
         scales: &mut [Scales; STREAMS],
         acts: &WordActs,
-        out: &mut [[f32; 16]],
+        out: &mut [&mut [[f32; 16]]],
     ) {
         isa.fused_word_blocks::<F>(streams, scales, acts, out);
     }
@@ -410,7 +413,7 @@ impl Family for WordSuper {
         streams: &[Stream<'_, F::Block>],
         scales: &mut [Scales; STREAMS],
         acts: &WordActs,
-        out: &mut [[f32; 16]],
+        out: &mut [&mut [[f32; 16]]],
     ) {
         isa.fused_word_blocks::<F>(streams, scales, acts, out);
     }

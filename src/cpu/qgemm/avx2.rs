@@ -315,12 +315,6 @@ pub fn opaque<T>(x: &T) -> &T {
     }
 }
 
-/// Stream `s`'s rows of the output.
-#[inline(always)]
-fn of_stream<const NT: usize>(out: &mut [[f32; 16]], s: usize) -> &mut [[f32; 16]; NT] {
-    (&mut out[NT * s..NT * (s + 1)]).try_into().expect("as many rows as tokens")
-}
-
 /// Sums of a chunk start at zero, so that long rows lose nothing to small addends.
 #[target_feature(enable = "avx2,fma,f16c")]
 fn float<const NT: usize>(tile: &FloatTile, acts: &FloatActs, cols: usize, out: &mut [[f32; 16]; NT]) {
@@ -595,7 +589,7 @@ impl Isa for Avx2 {
         // SAFETY: an `Avx2` exists only where the CPU has these features.
         unsafe { rowwise::avx2::row_groups::<F>(self, raw, groups, cols, acts, tokens, scratch) }
     }
-    const FUSED: usize = 4;
+    const FUSED: usize = 8;
 
     #[inline(always)]
     fn fused_byte_blocks<F: Format>(
@@ -603,9 +597,9 @@ impl Isa for Avx2 {
         streams: &[Stream<'_, F::Block>],
         scales: &mut [Scales; STREAMS],
         acts: &ByteActs,
-        out: &mut [[f32; 16]],
+        out: &mut [&mut [[f32; 16]]],
     ) {
-        fused!(streams, out, [1 2 3 4], |NT| fused::byte_blocks::<F, NT>(self, streams, scales, acts, out));
+        fused!(out, |NT| fused::byte_blocks::<F, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn fused_byte_super<F: Format, const SUBS: usize>(
@@ -613,9 +607,9 @@ impl Isa for Avx2 {
         streams: &[Stream<'_, F::Block>],
         scales: &mut [Scales; STREAMS],
         acts: &SuperActs,
-        out: &mut [[f32; 16]],
+        out: &mut [&mut [[f32; 16]]],
     ) {
-        fused!(streams, out, [1 2 3 4], |NT| fused::byte_super::<F, SUBS, NT>(self, streams, scales, acts, out));
+        fused!(out, |NT| fused::byte_super::<F, SUBS, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn fused_word_blocks<F: Format>(
@@ -623,9 +617,9 @@ impl Isa for Avx2 {
         streams: &[Stream<'_, F::Block>],
         scales: &mut [Scales; STREAMS],
         acts: &WordActs,
-        out: &mut [[f32; 16]],
+        out: &mut [&mut [[f32; 16]]],
     ) {
-        fused!(streams, out, [1 2 3 4], |NT| fused::word_blocks::<F, NT>(self, streams, scales, acts, out));
+        fused!(out, |NT| fused::word_blocks::<F, NT>(self, streams, scales, acts, out));
     }
     const FLOAT_ROWS: bool = true;
 

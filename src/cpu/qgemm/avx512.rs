@@ -17,7 +17,7 @@ use super::float::{FloatActs, FloatTile};
 use super::formats::{Emit, Format, Scales, Tile};
 use super::lanes::{Bits, Lanes};
 use super::pack::RawRows;
-use super::{Isa, STREAMS, Scratch, Stream, TOKENS, Work, prefetch};
+use super::{Isa, STREAMS, Scratch, Stream, TOKENS, Work, prefetch, tokens_of};
 use crate::cpu::isa::{Avx2, Avx512};
 use std::ops::Range;
 
@@ -387,7 +387,7 @@ fn fused_byte_blocks<F: Format, const NT: usize>(
     streams: &[Stream<'_, F::Block>],
     scales: &mut [Scales; STREAMS],
     acts: &ByteActs,
-    out: &mut [[f32; 16]],
+    out: &mut [&mut [[f32; 16]]],
 ) {
     for b in 0..streams[0].blocks.len() {
         for (s, stream) in streams.iter().enumerate() {
@@ -403,7 +403,7 @@ fn fused_byte_blocks<F: Format, const NT: usize>(
             let q = &acts.q[8 * b..8 * b + 8];
             F::unit::<W>(block, 0, 0, &mut AddBytes { acts: q, sub: 8, acc: std::array::from_mut(&mut acc) });
             F::scales::<W>(block, 0, &mut scales[s]);
-            finish_block::<F, NT>(&scales[s], 0, acts, b, acc, of_stream(out, s));
+            finish_block::<F, NT>(&scales[s], 0, acts, b, acc, tokens_of(out[s]));
         }
     }
 }
@@ -414,7 +414,7 @@ fn fused_byte_super<F: Format, const SUBS: usize, const NT: usize>(
     streams: &[Stream<'_, F::Block>],
     scales: &mut [Scales; STREAMS],
     acts: &SuperActs,
-    out: &mut [[f32; 16]],
+    out: &mut [&mut [[f32; 16]]],
 ) {
     for (s, (stream, scales)) in streams.iter().zip(scales).enumerate() {
         F::scales::<W>(&stream.blocks[0], 0, scales);
@@ -423,7 +423,7 @@ fn fused_byte_super<F: Format, const SUBS: usize, const NT: usize>(
             prefetch(isa, stream.next, unit, F::UNITS);
             fused_unit::<F, SUBS, NT>(&stream.blocks[0], unit, scales, opaque(acts), &mut dot);
         }
-        finish_super::<F, SUBS, NT>(scales, acts, dot, of_stream(out, s));
+        finish_super::<F, SUBS, NT>(scales, acts, dot, tokens_of(out[s]));
     }
 }
 
@@ -462,7 +462,7 @@ fn fused_word_blocks<F: Format, const NT: usize>(
     streams: &[Stream<'_, F::Block>],
     scales: &mut [Scales; STREAMS],
     acts: &WordActs,
-    out: &mut [[f32; 16]],
+    out: &mut [&mut [[f32; 16]]],
 ) {
     for b in 0..streams[0].blocks.len() {
         for (stream, scales) in streams.iter().zip(scales.iter_mut()) {
@@ -484,7 +484,7 @@ fn fused_word_unit<F: Format, const NT: usize>(
     unit: usize,
     scales: &[Scales; STREAMS],
     acts: &WordActs,
-    out: &mut [[f32; 16]],
+    out: &mut [&mut [[f32; 16]]],
 ) {
     let at = b + unit;
     for (s, stream) in streams.iter().enumerate() {
@@ -492,7 +492,7 @@ fn fused_word_unit<F: Format, const NT: usize>(
         let acts = opaque(acts);
         let mut acc: Acc<NT> = [_mm512_setzero_si512(); NT];
         F::unit::<W>(&stream.blocks[b], unit, 0, &mut AddWords { acts: &acts.q[16 * at..][..16], acc: &mut acc });
-        finish_words(&scales[s], unit, acts, at, acc, of_stream(out, s));
+        finish_words(&scales[s], unit, acts, at, acc, tokens_of(out[s]));
     }
 }
 
@@ -552,12 +552,6 @@ impl<const NT: usize> Emit<W> for AddWords<'_, NT> {
             *acc = intrinsics!(_mm512_dpwssd_epi32(*acc, odd.0, splat(self.acts[2 * step + 1][t])));
         }
     }
-}
-
-/// Stream `s`'s rows of the output.
-#[inline(always)]
-fn of_stream<const NT: usize>(out: &mut [[f32; 16]], s: usize) -> &mut [[f32; 16]; NT] {
-    (&mut out[NT * s..NT * (s + 1)]).try_into().expect("as many rows as tokens")
 }
 
 /// Evaluates a call with the number of tokens as a constant.
@@ -648,9 +642,9 @@ impl Isa for Avx512 {
         streams: &[Stream<'_, F::Block>],
         scales: &mut [Scales; STREAMS],
         acts: &ByteActs,
-        out: &mut [[f32; 16]],
+        out: &mut [&mut [[f32; 16]]],
     ) {
-        fused!(streams, out, [1 2], |NT| fused_byte_blocks::<F, NT>(self, streams, scales, acts, out));
+        fused!(out, |NT| fused_byte_blocks::<F, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn fused_byte_super<F: Format, const SUBS: usize>(
@@ -658,9 +652,9 @@ impl Isa for Avx512 {
         streams: &[Stream<'_, F::Block>],
         scales: &mut [Scales; STREAMS],
         acts: &SuperActs,
-        out: &mut [[f32; 16]],
+        out: &mut [&mut [[f32; 16]]],
     ) {
-        fused!(streams, out, [1 2], |NT| fused_byte_super::<F, SUBS, NT>(self, streams, scales, acts, out));
+        fused!(out, |NT| fused_byte_super::<F, SUBS, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn fused_word_blocks<F: Format>(
@@ -668,9 +662,9 @@ impl Isa for Avx512 {
         streams: &[Stream<'_, F::Block>],
         scales: &mut [Scales; STREAMS],
         acts: &WordActs,
-        out: &mut [[f32; 16]],
+        out: &mut [&mut [[f32; 16]]],
     ) {
-        fused!(streams, out, [1 2], |NT| fused_word_blocks::<F, NT>(self, streams, scales, acts, out));
+        fused!(out, |NT| fused_word_blocks::<F, NT>(self, streams, scales, acts, out));
     }
     #[inline(always)]
     fn prefetch(self, p: *const u8) {

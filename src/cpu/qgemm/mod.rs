@@ -24,21 +24,24 @@ macro_rules! each {
     ([$($v:expr),*] $name:ident => $e:expr) => { [$({ let $name = $v; $e }),*] };
 }
 
-/// Evaluates a call of a fused kernel with the number of tokens, one of those listed, as a constant.
+/// Evaluates a call of a fused kernel with the number of tokens as a constant.
 #[cfg(target_arch = "x86_64")]
 macro_rules! fused {
-    ($streams:ident, $out:ident, [$($n:literal)*], |$nt:ident| $call:expr) => {
+    ($out:ident, |$nt:ident| $call:expr) => {
         // SAFETY: for methods of the proof of an instruction set, which is all that the kernels want.
         unsafe {
-            match $out.len() / $streams.len() {
-                $($n => {
-                    const $nt: usize = $n;
-                    $call
-                })*
-                _ => unreachable!("more tokens than FUSED"),
+            match $out[0].len() {
+                1 => fused!(@ 1, $nt, $call),
+                2 => fused!(@ 2, $nt, $call),
+                3 => fused!(@ 3, $nt, $call),
+                _ => fused!(@ 4, $nt, $call),
             }
         }
     };
+    (@ $n:literal, $nt:ident, $call:expr) => {{
+        const $nt: usize = $n;
+        $call
+    }};
 }
 
 pub mod activations;
@@ -109,15 +112,15 @@ pub trait Isa: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Up to so many tokens, packed blocks are unpacked in registers, without the detour through a tile.
+    /// Up to so many tokens (or the family's [`Family::FUSED`]), packed blocks are unpacked in registers, without the detour through a tile.
     const FUSED: usize = 0;
-    // `out[stream][token][row] += ...`, the streams advancing together.
+    // `out[stream][token][row] += ...` for up to four tokens, the streams advancing together.
     fn fused_byte_blocks<F: Format>(
         self,
         _: &[Stream<'_, F::Block>],
         _: &mut [Scales; STREAMS],
         _: &ByteActs,
-        _: &mut [[f32; ROWS]],
+        _: &mut [&mut [[f32; ROWS]]],
     ) {
         unreachable!("FUSED is 0")
     }
@@ -126,7 +129,7 @@ pub trait Isa: Copy + Send + Sync + 'static {
         _: &[Stream<'_, F::Block>],
         _: &mut [Scales; STREAMS],
         _: &SuperActs,
-        _: &mut [[f32; ROWS]],
+        _: &mut [&mut [[f32; ROWS]]],
     ) {
         unreachable!("FUSED is 0")
     }
@@ -135,7 +138,7 @@ pub trait Isa: Copy + Send + Sync + 'static {
         _: &[Stream<'_, F::Block>],
         _: &mut [Scales; STREAMS],
         _: &WordActs,
-        _: &mut [[f32; ROWS]],
+        _: &mut [&mut [[f32; ROWS]]],
     ) {
         unreachable!("FUSED is 0")
     }
@@ -358,6 +361,12 @@ pub struct Stream<'a, B> {
     pub next: *const B,
 }
 
+/// A kernel's rows of the output.
+#[inline(always)]
+fn tokens_of<const NT: usize>(out: &mut [[f32; ROWS]]) -> &mut [[f32; ROWS]; NT] {
+    out.try_into().expect("as many rows as tokens")
+}
+
 /// Most row groups that advance together.
 pub const STREAMS: usize = 2;
 
@@ -405,7 +414,7 @@ pub fn row_groups<'s, I: Isa, F: Format>(
     let nb = blocks_per_row::<F>(cols);
     let per_chunk = CHUNK / <F::Family as Family>::ELEMENTS;
     let is_packed = matches!(source, Source::Packed(_));
-    let fused = tokens <= I::FUSED && (is_packed || F::UNITS_AS_GGUF);
+    let fused = tokens <= I::FUSED.min(<F::Family as Family>::FUSED) && (is_packed || F::UNITS_AS_GGUF);
     let Scratch { tile, scales, packed, out, .. } = scratch;
     let out = &mut out[..groups.len() * tokens];
     out.fill([0.0; ROWS]);
@@ -421,7 +430,16 @@ pub fn row_groups<'s, I: Isa, F: Format>(
                     prefetch(isa, s.next.wrapping_add(slot), 0, 1);
                 }
             }
-            <F::Family as Family>::fused::<I, F>(isa, &streams[..groups.len()], scales, &acts[0], out);
+            for (i, acts) in acts.iter().enumerate() {
+                let mut of: [&mut [[f32; ROWS]]; STREAMS] = [&mut [], &mut []];
+                for (of, out) in of.iter_mut().zip(out.chunks_exact_mut(tokens)) {
+                    *of = &mut out[TOKENS * i..tokens.min(TOKENS * (i + 1))];
+                }
+                let (streams, of) = (&mut streams[..groups.len()], &mut of[..groups.len()]);
+                <F::Family as Family>::fused::<I, F>(isa, streams, scales, acts, of);
+                // What is asked for once is enough.
+                streams.iter_mut().for_each(|s| s.next = s.blocks.as_ptr());
+            }
             continue;
         }
         for (group, out) in groups.clone().zip(out.chunks_exact_mut(tokens)) {
@@ -542,7 +560,7 @@ pub fn row_groups_float<'s, I: Isa, F: FloatFormat>(
         let first = chunk * CHUNK;
         let count = CHUNK.min(cols - first);
         match source {
-            Source::Packed(bytes) if tokens <= I::FUSED => {
+            Source::Packed(bytes) if tokens <= I::FUSED.min(TOKENS) => {
                 let mut streams: [&[[F::Element; ROWS]]; STREAMS] = [&[]; STREAMS];
                 for (s, group) in streams.iter_mut().zip(groups.clone()) {
                     *s = packed_columns::<F>(bytes, group, cols, first, count);

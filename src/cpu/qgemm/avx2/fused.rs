@@ -9,11 +9,11 @@ use std::arch::x86_64::*;
 use std::mem::offset_of;
 
 use super::assembly::end;
-use super::{Acc, V, finish_super, of_stream};
+use super::{Acc, V, finish_super};
 use crate::cpu::isa::Avx2;
 use crate::cpu::qgemm::activations::{ByteActs, Family, SuperActs, WordActs};
 use crate::cpu::qgemm::formats::{Format, Scales};
-use crate::cpu::qgemm::{STREAMS, Stream, prefetch};
+use crate::cpu::qgemm::{Isa, STREAMS, Stream, prefetch, tokens_of};
 
 /// What the text reads from memory: masks (or one and a table), and ones; for words, the mask of the upper bytes is the third.
 #[repr(C, align(32))]
@@ -325,7 +325,7 @@ pub fn byte_blocks<F: Format, const NT: usize>(
     streams: &[Stream<'_, F::Block>],
     scales: &mut [Scales; STREAMS],
     acts: &ByteActs,
-    out: &mut [[f32; 16]],
+    out: &mut [&mut [[f32; 16]]],
 ) {
     let count = streams[0].blocks.len();
     assert!(count <= acts.d.len());
@@ -335,7 +335,7 @@ pub fn byte_blocks<F: Format, const NT: usize>(
             if !F::HALF {
                 F::scales::<V>(&stream.blocks[b], b, &mut scales[s]);
             }
-            block::<F, NT>(&stream.blocks[b], b, &scales[s], acts, of_stream(out, s));
+            block::<F, NT>(&stream.blocks[b], b, &scales[s], acts, tokens_of(out[s]));
         }
     }
 }
@@ -367,7 +367,7 @@ pub fn word_blocks<F: Format, const NT: usize>(
     streams: &[Stream<'_, F::Block>],
     scales: &mut [Scales; STREAMS],
     acts: &WordActs,
-    out: &mut [[f32; 16]],
+    out: &mut [&mut [[f32; 16]]],
 ) {
     for b in 0..streams[0].blocks.len() {
         if !F::HALF {
@@ -378,14 +378,11 @@ pub fn word_blocks<F: Format, const NT: usize>(
         for unit in 0..F::UNITS {
             for (s, stream) in streams.iter().enumerate() {
                 prefetch(isa, stream.next.wrapping_add(b), unit, F::UNITS);
-                word_unit::<F, NT>(&stream.blocks[b], b, unit, &scales[s], acts, of_stream(out, s));
+                word_unit::<F, NT>(&stream.blocks[b], b, unit, &scales[s], acts, tokens_of(out[s]));
             }
         }
     }
 }
-
-/// Parts of a super-block: the streams advance together from one to the next.
-const PARTS: usize = 4;
 
 #[target_feature(enable = "avx2,fma,f16c")]
 pub fn byte_super<F: Format, const SUBS: usize, const NT: usize>(
@@ -393,55 +390,48 @@ pub fn byte_super<F: Format, const SUBS: usize, const NT: usize>(
     streams: &[Stream<'_, F::Block>],
     scales: &mut [Scales; STREAMS],
     acts: &SuperActs,
-    out: &mut [[f32; 16]],
+    out: &mut [&mut [[f32; 16]]],
 ) {
-    let mut dots: [Acc<NT>; STREAMS] = [[[_mm256_setzero_si256(); 2]; NT]; STREAMS];
-    for (stream, scales) in streams.iter().zip(scales.iter_mut()) {
-        F::scales::<V>(&stream.blocks[0], 0, scales);
-    }
-    for part in 0..PARTS {
-        for ((stream, scales), dot) in streams.iter().zip(scales.iter()).zip(&mut dots) {
-            prefetch(isa, stream.next, part, PARTS);
-            super_part::<F, SUBS, NT>(&stream.blocks[0], part, scales, acts, dot);
+    for (s, (stream, scales)) in streams.iter().zip(scales).enumerate() {
+        let next = stream.next.cast::<u8>();
+        let lines = size_of::<F::Block>().div_ceil(64);
+        for line in (0..F::CODES).chain(F::CODES + F::UNITS * F::UNIT.planes..lines) {
+            isa.prefetch(next.wrapping_add(64 * line));
         }
-    }
-    for (s, (scales, dot)) in scales.iter().zip(dots).enumerate().take(streams.len()) {
-        finish_super::<F, SUBS, NT>(scales, acts, dot, of_stream(out, s));
+        F::scales::<V>(&stream.blocks[0], 0, scales);
+        let dot = super_block::<F, SUBS, NT>(&stream.blocks[0], next, scales, acts);
+        finish_super::<F, SUBS, NT>(scales, acts, dot, tokens_of(out[s]));
     }
 }
 
-/// Adds to the integer sums of a super-block those of part `part`, each sub-block's times its scale.
+/// The integer sums of a super-block, each sub-block's times its scale.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn super_part<F: Format, const SUBS: usize, const NT: usize>(
+fn super_block<F: Format, const SUBS: usize, const NT: usize>(
     block: &F::Block,
-    part: usize,
+    next: *const u8,
     scales: &Scales,
     acts: &SuperActs,
-    dot: &mut Acc<NT>,
-) {
+) -> Acc<NT> {
     const { assert!(SUBS == 16 || F::SHIFT == 0, "minus_sum is per 16 columns") };
-    const { assert!(F::UNITS.is_multiple_of(PARTS)) };
-    assert!(part < PARTS);
-    let (units, subs) = (F::UNITS / PARTS, SUBS / PARTS);
-    let codes = std::ptr::from_ref(block).cast::<[u32; 16]>().wrapping_add(F::UNIT.planes * units * part);
-    let q = acts.q[F::UNIT.steps() * units * part..].as_ptr();
-    // SAFETY: reads the part's planes of codes, the constants, its scales and activations, and reads and writes `dot`; the registers are declared.
+    let mut dot: Acc<NT> = [[_mm256_setzero_si256(); 2]; NT];
+    // SAFETY: reads the block's planes of codes, the constants, the scales and activations, and reads and writes `dot`; the registers are declared.
     unsafe {
         kernel!(
             masks!(),
-            ".if {nt} < 3", "vmovdqa ymm2, ymmword ptr [{out}]", "vmovdqa ymm12, ymmword ptr [{out} + 32]", ".endif",
-            ".if {nt} == 2", "vmovdqa ymm3, ymmword ptr [{out} + 64]", "vmovdqa ymm13, ymmword ptr [{out} + 96]", ".endif",
+            ".if {nt} < 3", "vpxor xmm2, xmm2, xmm2", "vpxor xmm3, xmm3, xmm3", "vpxor xmm12, xmm12, xmm12", "vpxor xmm13, xmm13, xmm13", ".endif",
             ".p2align 5", "2:",
+            ".irp p,0,1,2,3,4\n.if \\p < {planes}\nprefetcht0 byte ptr [{n} + {codes} + 64*\\p]\n.endif\n.endr",
             unit!(),
-            "add {b}, 64 * {planes}", "add {a}, 16 * {steps}", "add {i}, 16 * {steps} / {sub}", "jnz 2b",
+            "add {b}, 64 * {planes}", "add {n}, 64 * {planes}", "add {a}, 16 * {steps}", "add {i}, 16 * {steps} / {sub}", "jnz 2b",
             ".if {nt} < 3", "vmovdqa ymmword ptr [{out}], ymm2", "vmovdqa ymmword ptr [{out} + 32], ymm12", ".endif",
             ".if {nt} == 2", "vmovdqa ymmword ptr [{out} + 64], ymm3", "vmovdqa ymmword ptr [{out} + 96], ymm13", ".endif";
-            b = inout(reg) codes => _, a = inout(reg) q => _, m = in(reg) end(acts, 16 * subs * (part + 1)),
-            s = in(reg) end(scales, 64 * subs * (part + 1)), i = inout(reg) -16 * subs as isize => _, out = in(reg) dot.as_mut_ptr(), k = in(reg) Text::<F>::CONSTANTS,
-            nt = const NT, shift = const F::SHIFT, super = const 1, sub = const 64 / SUBS, words = const 0, steps = const F::UNIT.steps(),
-            planes = const F::UNIT.planes, bits = const F::UNIT.bits, codes = const 64 * F::CODES, table = const 0,
+            b = inout(reg) block => _, n = inout(reg) next => _, a = inout(reg) acts.q.as_ptr() => _, m = in(reg) end(acts, 16 * SUBS),
+            s = in(reg) end(scales, 64 * SUBS), i = inout(reg) -16 * SUBS as isize => _, out = in(reg) dot.as_mut_ptr(), k = in(reg) Text::<F>::CONSTANTS,
+            nt = const NT, shift = const F::SHIFT, super = const 1, sub = const 64 / SUBS, words = const 0, steps = const F::UNIT.steps(), planes = const F::UNIT.planes,
+            bits = const F::UNIT.bits, codes = const 64 * F::CODES, table = const 0,
             minus_sum = const offset_of!(SuperActs, minus_sum), scale = const offset_of!(Scales, sub_scale)
         );
     }
+    dot
 }
