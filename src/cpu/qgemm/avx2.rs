@@ -35,7 +35,8 @@ pub struct V(pub(super) __m256i);
 
 macro_rules! intrinsics {
     ($e:expr) => {
-        // SAFETY: values of `V` exist only in code entered through `Avx2`, and the pointers come from references to whole planes.
+        // SAFETY: values of `V` and blocks of a row exist only in code entered through `Avx2`; the pointers come from references to whole planes, or a block's
+        // bounds have been checked.
         unsafe { $e }
     };
 }
@@ -90,47 +91,50 @@ impl Bits for V {
     }
 }
 
-/// A GGUF block of one row.
+/// A GGUF block of one row, of so many bytes.
 #[derive(Clone, Copy)]
-pub struct OneRow(*const u8);
+pub struct OneRow(*const u8, usize);
 
 impl OneRow {
     /// # Safety
-    /// A whole block of the encoding whose codes are taken lies there.
+    /// A block of the encoding lies there.
     #[inline(always)]
-    pub unsafe fn new(block: *const u8) -> Self {
-        Self(block)
+    pub unsafe fn new<F: Format>(block: *const u8) -> Self {
+        Self(block, F::BLOCK_BYTES)
+    }
+    #[inline(always)]
+    fn at(&self, at: usize, bytes: usize) -> *const u8 {
+        // Known when compiled.
+        assert!(at + bytes <= self.1);
+        self.0.wrapping_add(at)
     }
 }
 
 impl Gguf<V> for OneRow {
     #[inline(always)]
     fn bytes(&self, at: usize) -> V {
-        // SAFETY: the block is whole, and an encoding knows its bytes.
-        V(unsafe { _mm256_loadu_si256(self.0.add(at).cast()) })
+        V(intrinsics!(_mm256_loadu_si256(self.at(at, 32).cast())))
     }
     #[inline(always)]
     fn nibbles(&self, at: usize) -> V {
-        // SAFETY: as above.
-        unsafe {
-            let twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(self.0.add(at).cast()));
+        V(intrinsics!({
+            let twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(self.at(at, 16).cast()));
             let high_down = _mm256_srlv_epi32(twice, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
-            V(_mm256_and_si256(high_down, _mm256_set1_epi8(15)))
-        }
+            _mm256_and_si256(high_down, _mm256_set1_epi8(15))
+        }))
     }
     #[inline(always)]
     fn fifth_bits(&self, at: usize) -> V {
-        // SAFETY: as above.
-        unsafe {
+        V(intrinsics!({
             let byte = |i: i64| i * 0x0101_0101_0101_0101;
             let spread = _mm256_shuffle_epi8(
-                _mm256_set1_epi32(self.0.add(at).cast::<i32>().read_unaligned()),
+                _mm256_set1_epi32(self.at(at, 4).cast::<i32>().read_unaligned()),
                 _mm256_setr_epi64x(byte(0), byte(1), byte(2), byte(3)),
             );
             let bit = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64 as i64);
             let set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
-            V(_mm256_and_si256(set, _mm256_set1_epi8(16)))
-        }
+            _mm256_and_si256(set, _mm256_set1_epi8(16))
+        }))
     }
 }
 

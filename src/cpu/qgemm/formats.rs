@@ -77,7 +77,7 @@ pub trait Gguf<V: Bits> {
 }
 
 /// How packed codes lie: the planes of so many steps (four columns each), then those of the next. Every kernel takes units apart in the order in which they
-/// lie, all in the same way.
+/// lie, all in the same way. The kernels in assembly have these tables as text (`avx2::fused`).
 ///
 /// Where a byte has bits to spare, they hold one more code in pieces: of six bits, GGUF's four low bits here and two high ones there take 17 operations for
 /// four codes, this 11.
@@ -108,81 +108,37 @@ impl Unit {
         8 * self.planes / self.bits
     }
 
-    const BYTES: Unit = {
-        const PIECES: [Piece; 8] = {
-            let mut all = [piece(0, 0, 0, 0, 8); 8];
-            let mut c = 0;
-            while c < 8 {
-                all[c] = piece(c, c, 0, 0, 8);
-                c += 1;
-            }
-            all
-        };
-        Unit { bits: 8, planes: 8, pieces: &PIECES }
-    };
-    const NIBBLES: Unit = {
-        const PIECES: [Piece; 8] = {
-            let mut all = [piece(0, 0, 0, 0, 4); 8];
-            let mut c = 0;
-            while c < 8 {
-                all[c] = piece(c, c % 4, c / 4 * 4, 0, 4);
-                c += 1;
-            }
-            all
-        };
-        Unit { bits: 4, planes: 4, pieces: &PIECES }
-    };
-    const SIX_BITS: Unit = Unit {
-        bits: 6,
-        planes: 3,
-        pieces: &[
-            piece(0, 0, 0, 0, 6),
-            piece(1, 1, 0, 0, 6),
-            piece(2, 2, 0, 0, 6),
-            piece(3, 0, 6, 0, 2),
-            piece(3, 1, 6, 2, 2),
-            piece(3, 2, 6, 4, 2),
-        ],
-    };
-    const FIVE_BITS: Unit = Unit {
-        bits: 5,
-        planes: 5,
-        pieces: &[
-            piece(0, 0, 0, 0, 5),
-            piece(1, 1, 0, 0, 5),
-            piece(2, 2, 0, 0, 5),
-            piece(3, 3, 0, 0, 5),
-            piece(4, 4, 0, 0, 5),
-            piece(5, 1, 6, 0, 2),
-            piece(5, 0, 5, 2, 3),
-            piece(6, 3, 6, 0, 2),
-            piece(6, 2, 5, 2, 3),
-            piece(7, 1, 5, 0, 1),
-            piece(7, 3, 5, 1, 1),
-            piece(7, 4, 5, 2, 3),
-        ],
-    };
-    const THREE_BITS: Unit = Unit {
-        bits: 3,
-        planes: 3,
-        pieces: &[
-            piece(0, 0, 0, 0, 3),
-            piece(1, 0, 3, 0, 3),
-            piece(2, 1, 0, 0, 3),
-            piece(3, 0, 6, 0, 2),
-            piece(3, 1, 6, 2, 1),
-            piece(4, 1, 3, 0, 3),
-            piece(5, 2, 0, 0, 3),
-            piece(6, 2, 3, 0, 3),
-            piece(7, 1, 7, 0, 1),
-            piece(7, 2, 6, 1, 2),
-        ],
-    };
-    const TWO_BITS: Unit = Unit {
-        bits: 2,
-        planes: 1,
-        pieces: &[piece(0, 0, 0, 0, 2), piece(1, 0, 2, 0, 2), piece(2, 0, 4, 0, 2), piece(3, 0, 6, 0, 2)],
-    };
+    #[rustfmt::skip]
+    const BYTES: Unit = Unit { bits: 8, planes: 8, pieces: &[
+        piece(0, 0, 0, 0, 8), piece(1, 1, 0, 0, 8), piece(2, 2, 0, 0, 8), piece(3, 3, 0, 0, 8),
+        piece(4, 4, 0, 0, 8), piece(5, 5, 0, 0, 8), piece(6, 6, 0, 0, 8), piece(7, 7, 0, 0, 8),
+    ] };
+    #[rustfmt::skip]
+    const SIX_BITS: Unit = Unit { bits: 6, planes: 3, pieces: &[
+        piece(0, 0, 0, 0, 6), piece(1, 1, 0, 0, 6), piece(2, 2, 0, 0, 6),
+        piece(3, 0, 6, 0, 2), piece(3, 1, 6, 2, 2), piece(3, 2, 6, 4, 2),
+    ] };
+    #[rustfmt::skip]
+    const FIVE_BITS: Unit = Unit { bits: 5, planes: 5, pieces: &[
+        piece(0, 0, 0, 0, 5), piece(1, 1, 0, 0, 5), piece(2, 2, 0, 0, 5), piece(3, 3, 0, 0, 5), piece(4, 4, 0, 0, 5),
+        piece(5, 1, 6, 0, 2), piece(5, 0, 5, 2, 3),
+        piece(6, 3, 6, 0, 2), piece(6, 2, 5, 2, 3),
+        piece(7, 1, 5, 0, 1), piece(7, 3, 5, 1, 1), piece(7, 4, 5, 2, 3),
+    ] };
+    #[rustfmt::skip]
+    const NIBBLES: Unit = Unit { bits: 4, planes: 4, pieces: &[
+        piece(0, 0, 0, 0, 4), piece(1, 1, 0, 0, 4), piece(2, 2, 0, 0, 4), piece(3, 3, 0, 0, 4),
+        piece(4, 0, 4, 0, 4), piece(5, 1, 4, 0, 4), piece(6, 2, 4, 0, 4), piece(7, 3, 4, 0, 4),
+    ] };
+    #[rustfmt::skip]
+    const THREE_BITS: Unit = Unit { bits: 3, planes: 3, pieces: &[
+        piece(0, 0, 0, 0, 3), piece(1, 0, 3, 0, 3), piece(2, 1, 0, 0, 3), piece(3, 0, 6, 0, 2), piece(3, 1, 6, 2, 1),
+        piece(4, 1, 3, 0, 3), piece(5, 2, 0, 0, 3), piece(6, 2, 3, 0, 3), piece(7, 1, 7, 0, 1), piece(7, 2, 6, 1, 2),
+    ] };
+    #[rustfmt::skip]
+    const TWO_BITS: Unit = Unit { bits: 2, planes: 1, pieces: &[
+        piece(0, 0, 0, 0, 2), piece(1, 0, 2, 0, 2), piece(2, 0, 4, 0, 2), piece(3, 0, 6, 0, 2),
+    ] };
 }
 
 /// An encoding with 8-bit activations.

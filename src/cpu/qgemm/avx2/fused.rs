@@ -53,45 +53,31 @@ impl<F: Format> Text<F> {
 }
 
 /// The products of step `c`, whose codes are in the two registers: the first of a sub-block or a further one; after its last, its scale.
+#[rustfmt::skip]
 macro_rules! step {
     ($c:literal, $w0:literal, $w1:literal) => {
         concat!(
-            ".if {words}\n",
-            words!($c),
-            "\n.else\n",
-            ".if ",
-            $c,
-            " & ({sub} - 1)\n",
+            ".if {words}\n", words!($c), "\n.else\n",
+            ".if ", $c, " & ({sub} - 1)\n",
             further!("vpmaddubsw", "vpaddw", $w0, $w1, concat!("16*", $c)),
             "\n.else\n",
-            first!(
-                "vpmaddubsw",
-                "vpaddw",
-                $w0,
-                $w1,
-                concat!("16*", $c),
-                concat!("{m} + {i} + {minus_sum} + 16*(", $c, "/{sub})")
-            ),
+            first!("vpmaddubsw", "vpaddw", $w0, $w1, concat!("16*", $c), concat!("{m} + {i} + {minus_sum} + 16*(", $c, "/{sub})")),
             "\n.endif\n",
-            ".if {super}\n.if (",
-            $c,
-            " & ({sub} - 1)) == {sub} - 1\n",
-            add_sub!($c),
-            "\n.endif\n.endif\n.endif\n",
+            ".if {super}\n.if (", $c, " & ({sub} - 1)) == {sub} - 1\n", add_sub!($c), "\n.endif\n.endif\n",
+            ".endif\n",
         )
     };
 }
 
 /// The products of step `c`, its signed codes in 8 and 9, with activations widened to 16 bits. A byte becomes 256 times its value in one operation; 32 columns
 /// of such products fit into 32 bits.
+#[rustfmt::skip]
 macro_rules! words {
     ($c:literal) => {
         concat!(
             ".if {table}\nvpshufb ymm8, ymm7, ymm8\nvpshufb ymm9, ymm7, ymm9\n.endif\n",
             "vpsllw ymm14, ymm8, 8\nvpsllw ymm15, ymm9, 8\n",
-            ".if ",
-            $c,
-            "\n",
+            ".if ", $c, "\n",
             further!("vpmaddwd", "vpaddd", "ymm14", "ymm15", concat!("32*", $c)),
             "\n.else\n",
             first!("vpmaddwd", "vpaddd", "ymm14", "ymm15", concat!("32*", $c), "{m}"),
@@ -122,7 +108,7 @@ macro_rules! add_sub {
     };
 }
 
-/// A line for each half of the rows: of a plane's `{h}`, and of registers that the two have for themselves.
+/// Plane `p` of the unit, from byte `half` on: those of eight rows.
 #[rustfmt::skip]
 macro_rules! plane {
     ($p:literal, $half:literal) => { concat!("ymmword ptr [{b} + {codes} + 64*", $p, " + ", $half, "]") };
@@ -240,7 +226,10 @@ macro_rules! unit {
 
 macro_rules! masks {
     () => {
-        "vmovdqa ymm6, ymmword ptr [{k}]\nvmovdqa ymm7, ymmword ptr [{k} + 32]\n.if {bits} == 5\nvmovdqa ymm14, ymmword ptr [{k} + 64]\nvmovdqa ymm15, ymmword ptr [{k} + 96]\n.endif"
+        concat!(
+            "vmovdqa ymm6, ymmword ptr [{k}]\nvmovdqa ymm7, ymmword ptr [{k} + 32]\n",
+            ".if {bits} == 5\nvmovdqa ymm14, ymmword ptr [{k} + 64]\nvmovdqa ymm15, ymmword ptr [{k} + 96]\n.endif",
+        )
     };
 }
 

@@ -215,7 +215,7 @@ unsafe fn block_terms<F: Format>(
     let codes = linear.codes.as_flattened()[at..].first_chunk::<8>().expect("eight blocks");
     let sums = each!([0, 1, 2, 3, 4, 5, 6, 7] b => {
         // SAFETY: by contract.
-        let w = F::gguf::<V, 0>(&unsafe { OneRow::new(blocks.add(b * F::BLOCK_BYTES)) });
+        let w = F::gguf::<V, 0>(&unsafe { OneRow::new::<F>(blocks.add(b * F::BLOCK_BYTES)) });
         _mm256_madd_epi16(products::<F>(w, &codes[b]), ones)
     });
     let mut dot = add_across(sums);
@@ -255,7 +255,7 @@ unsafe fn word_super_terms<F: Format>(
         macro_rules! sum {
             ($i:literal) => {{
                 // SAFETY: by contract.
-                let w = F::gguf::<V, $i>(&unsafe { OneRow::new(block) });
+                let w = F::gguf::<V, $i>(&unsafe { OneRow::new::<F>(block) });
                 _mm256_madd_epi16(products::<F>(w, &codes[$i]), ones)
             }};
         }
@@ -315,7 +315,7 @@ unsafe fn super_terms<F: Format, const SUBS: usize>(
                     _mm256_set1_epi32(*scale($i) as i32)
                 };
                 // SAFETY: by contract.
-                let products = products::<F>(F::gguf::<V, $i>(&unsafe { OneRow::new(block) }), &codes[$i]);
+                let products = products::<F>(F::gguf::<V, $i>(&unsafe { OneRow::new::<F>(block) }), &codes[$i]);
                 *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(products, scale));
             };
         }
