@@ -10,8 +10,8 @@
 //! unpack 16 x 256 weights to bytes in L1                      any encoding: bytes and scales of one of a few families
 //! for each four tokens: out[4][16] += tile x activations      one integer kernel a family and instruction set
 //! ```
-//! so an encoding says where its codes and scales lie, an instruction set is a few kernels, and neither knows of the other. Up to eight tokens
-//! (super-blocks: four) skip the bytes in L1, and one or two of them, where weights are borrowed, the interleaving too (`rowwise`).
+//! so an encoding says where its codes and scales lie, an instruction set is a few kernels, and neither knows of the other. Up to four tokens
+//! (blocks of bytes: eight) skip the bytes in L1, and one or two of them, where weights are borrowed, the interleaving too (`rowwise`).
 //!
 //! Order of additions: integer sums are exact within a block (or super-block); the floats of blocks are added in ascending k, one fused
 //! multiply-add after the other, for every number of tokens, tile, task and thread count. A row's result is therefore the same
