@@ -164,7 +164,7 @@ pub unsafe trait Format: 'static {
     const CODES: usize;
     /// Codes are indices of this table.
     const TABLE: Option<&'static [i8; 16]> = None;
-    /// Units are what GGUF's order gives anyway.
+    /// Interleaved GGUF blocks are units already: packing rearranges nothing.
     const UNITS_AS_GGUF: bool = false;
     /// Of a block.
     const UNITS: usize = <Self::Family as Family>::ELEMENTS / (4 * Self::UNIT.steps());
@@ -240,6 +240,7 @@ impl<V: Bits, F: Format> Gguf<V> for Interleaved<'_, F> {
 /// Fills the tile from a block, packed or only interleaved.
 #[inline(always)]
 pub fn unpack<V: Lanes, F: Format, const PACKED: bool>(block: &F::Block, slot: usize, tile: &mut Tile) {
+    const { assert!(F::UNITS_AS_GGUF || !<F::Family as Family>::WORDS, "only bytes are taken from GGUF's order") };
     for h in 0..V::HALVES {
         if PACKED || F::UNITS_AS_GGUF {
             for unit in 0..F::UNITS {
