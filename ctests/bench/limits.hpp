@@ -21,19 +21,28 @@ namespace bench {
 
 inline double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+// Seconds of a core that this process has used, its own code's and the system's for it.
+struct Used {
+    double own, system;
+};
+inline Used used() {
+    rusage usage{};
+    getrusage(RUSAGE_SELF, &usage);
+    auto seconds = [](timeval t) { return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec); };
+    return {seconds(usage.ru_utime), seconds(usage.ru_stime)};
+}
+
 // Waits until no thread of this process computes any more: idle threads of a peer spin for a while after its last call (llama.cpp's for hundreds of
 // milliseconds) and would halve whatever is timed next.
 inline void settle() {
-    auto used = [] {
-        rusage usage{};
-        getrusage(RUSAGE_SELF, &usage);
-        auto seconds = [](timeval t) { return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec); };
-        return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+    auto all = [] {
+        auto [own, system] = used();
+        return own + system;
     };
-    double before = used();
+    double before = all();
     for (int i = 0; i < 500; i++) {
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
-        double after = used();
+        double after = all();
         if (after - before < 1e-3) return;
         before = after;
     }
