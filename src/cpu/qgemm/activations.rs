@@ -93,8 +93,6 @@ pub trait Family: 'static {
     const ACT_BLOCK: usize;
     /// Most tokens for which raw rows are better taken one after the other: to take codes apart again for each costs more or less.
     const ROWWISE: usize = 1;
-    /// Most tokens that are better fused: beyond four, codes are taken apart twice.
-    const FUSED: usize = TOKENS;
 
     /// Puts token `t` of the four in its place.
     fn put<V: Lanes>(codes: &Codes, t: usize, out: &mut Self::Acts);
@@ -222,7 +220,6 @@ fn put_words<V: Lanes>(codes: &Codes, t: usize, out: &mut WordActs) {
 
 impl Family for ByteBlocks {
     type Acts = ByteActs;
-    const FUSED: usize = 2 * TOKENS;
     const ELEMENTS: usize = 32;
     const LAYOUT: Layout = Layout::ByteBlocks;
     const ACT_BLOCK: usize = 32;

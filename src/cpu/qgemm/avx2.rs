@@ -593,7 +593,7 @@ impl Isa for Avx2 {
         // SAFETY: an `Avx2` exists only where the CPU has these features.
         unsafe { rowwise::avx2::row_groups::<F>(self, raw, groups, cols, acts, tokens, scratch) }
     }
-    const FUSED: usize = 8;
+    const FUSED: usize = 16;
 
     #[inline(always)]
     fn fused_byte_blocks<F: Format>(

@@ -5,6 +5,7 @@
 //! apart with shifts and masks and no shuffle across lanes. Borrowed weights are multiplied from there; packed ones have their codes
 //! rearranged once more, into [`Unit`]s. Not a byte more than GGUF has.
 
+use super::TOKENS;
 use super::activations::{ByteBlocks, ByteSuper, Family, WordBlocks, WordSuper};
 use super::lanes::{Bits, Lanes};
 use super::pack::planes_of;
@@ -166,6 +167,9 @@ pub unsafe trait Format: 'static {
     const TABLE: Option<&'static [i8; 16]> = None;
     /// Interleaved GGUF blocks are units already: packing rearranges nothing.
     const UNITS_AS_GGUF: bool = false;
+    /// Most tokens that are better fused: for each further four, codes are taken apart again.
+    const FUSED: usize =
+        if Self::TABLE.is_none() && matches!(Self::UNIT.bits, 4 | 8) { 4 * TOKENS } else { 2 * TOKENS };
     /// Of a block.
     const UNITS: usize = <Self::Family as Family>::ELEMENTS / (4 * Self::UNIT.steps());
 

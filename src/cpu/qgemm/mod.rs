@@ -10,8 +10,8 @@
 //! unpack 16 x 256 weights to bytes in L1                      any encoding: bytes and scales of one of a few families
 //! for each four tokens: out[4][16] += tile x activations      one integer kernel a family and instruction set
 //! ```
-//! so an encoding says where its codes and scales lie, an instruction set is a few kernels, and neither knows of the other. Up to four tokens
-//! (blocks of bytes: eight) skip the bytes in L1, and one or two of them, where weights are borrowed, the interleaving too (`rowwise`).
+//! so an encoding says where its codes and scales lie, an instruction set is a few kernels, and neither knows of the other. Few tokens
+//! ([`Format::FUSED`]) skip the bytes in L1, and one or two of them, where weights are borrowed, the interleaving too (`rowwise`).
 //!
 //! Order of additions: integer sums are exact within a block (or super-block); the floats of blocks are added in ascending k, one fused
 //! multiply-add after the other, for every number of tokens, tile, task and thread count. A row's result is therefore the same
@@ -112,7 +112,7 @@ pub trait Isa: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Up to so many tokens (or the family's [`Family::FUSED`]), packed blocks are unpacked in registers, without the detour through a tile.
+    /// Up to so many tokens (or the encoding's [`Format::FUSED`]), packed blocks are unpacked in registers, without the detour through a tile.
     const FUSED: usize = 0;
     // `out[stream][token][row] += ...` for up to four tokens, the streams advancing together.
     fn fused_byte_blocks<F: Format>(
@@ -359,6 +359,8 @@ impl Chunk {
 pub struct Stream<'a, B> {
     pub blocks: &'a [B],
     pub next: *const B,
+    /// Other tokens have met the chunk before: its scales are unpacked, and what follows has been asked for.
+    pub again: bool,
 }
 
 /// A kernel's rows of the output.
@@ -389,12 +391,12 @@ fn stream<'a, I: Isa, F: Format>(
             // SAFETY: packed data starts aligned and consists of whole blocks; any bytes are a valid block.
             let blocks: &[F::Block] = unsafe { std::slice::from_raw_parts(chunk.as_ptr().cast(), count) };
             let ahead = if first + count < nb { count } else { count + skip * nb };
-            Stream { blocks, next: blocks.as_ptr().wrapping_add(ahead) }
+            Stream { blocks, next: blocks.as_ptr().wrapping_add(ahead), again: false }
         }
         Source::Raw(raw) => {
             let narrow = isa.narrow();
             narrow.enter(Interleave::<I::Narrow, F> { isa: narrow, raw, group, first, blocks: &mut *scratch });
-            Stream { blocks: scratch, next: scratch.as_ptr() }
+            Stream { blocks: scratch, next: scratch.as_ptr(), again: false }
         }
     }
 }
@@ -414,7 +416,7 @@ pub fn row_groups<'s, I: Isa, F: Format>(
     let nb = blocks_per_row::<F>(cols);
     let per_chunk = CHUNK / <F::Family as Family>::ELEMENTS;
     let is_packed = matches!(source, Source::Packed(_));
-    let fused = tokens <= I::FUSED.min(<F::Family as Family>::FUSED) && (is_packed || F::UNITS_AS_GGUF);
+    let fused = tokens <= I::FUSED.min(F::FUSED) && (is_packed || F::UNITS_AS_GGUF);
     let Scratch { tile, scales, packed, out, .. } = scratch;
     let out = &mut out[..groups.len() * tokens];
     out.fill([0.0; ROWS]);
@@ -422,7 +424,7 @@ pub fn row_groups<'s, I: Isa, F: Format>(
         let first = chunk * per_chunk;
         let count = per_chunk.min(nb - first);
         if fused {
-            let mut streams = [Stream::<F::Block> { blocks: &[], next: std::ptr::null() }; STREAMS];
+            let mut streams = [Stream::<F::Block> { blocks: &[], next: std::ptr::null(), again: false }; STREAMS];
             for ((group, packed), s) in groups.clone().zip(packed.iter_mut()).zip(&mut streams) {
                 *s = stream::<I, F>(isa, source, group, nb, first, groups.len() - 1, packed.of(count));
                 // The row's last chunk may be shorter than the one that follows.
@@ -437,8 +439,7 @@ pub fn row_groups<'s, I: Isa, F: Format>(
                 }
                 let (streams, of) = (&mut streams[..groups.len()], &mut of[..groups.len()]);
                 <F::Family as Family>::fused::<I, F>(isa, streams, scales, acts, of);
-                // What is asked for once is enough.
-                streams.iter_mut().for_each(|s| s.next = s.blocks.as_ptr());
+                streams.iter_mut().for_each(|s| *s = Stream { next: s.blocks.as_ptr(), again: true, ..*s });
             }
             continue;
         }

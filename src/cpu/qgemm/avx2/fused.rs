@@ -321,7 +321,7 @@ pub fn byte_blocks<F: Format, const NT: usize>(
     for b in 0..count {
         for (s, stream) in streams.iter().enumerate() {
             prefetch(isa, stream.next.wrapping_add(b), 0, 1);
-            if !F::HALF {
+            if !F::HALF && !stream.again {
                 F::scales::<V>(&stream.blocks[b], b, &mut scales[s]);
             }
             block::<F, NT>(&stream.blocks[b], b, &scales[s], acts, tokens_of(out[s]));
@@ -360,7 +360,7 @@ pub fn word_blocks<F: Format, const NT: usize>(
 ) {
     for b in 0..streams[0].blocks.len() {
         if !F::HALF {
-            for (stream, scales) in streams.iter().zip(scales.iter_mut()) {
+            for (stream, scales) in streams.iter().zip(scales.iter_mut()).filter(|(stream, _)| !stream.again) {
                 F::scales::<V>(&stream.blocks[b], b, scales);
             }
         }
@@ -383,11 +383,13 @@ pub fn byte_super<F: Format, const SUBS: usize, const NT: usize>(
 ) {
     for (s, (stream, scales)) in streams.iter().zip(scales).enumerate() {
         let next = stream.next.cast::<u8>();
-        let lines = size_of::<F::Block>().div_ceil(64);
-        for line in (0..F::CODES).chain(F::CODES + F::UNITS * F::UNIT.planes..lines) {
-            isa.prefetch(next.wrapping_add(64 * line));
+        if !stream.again {
+            let lines = size_of::<F::Block>().div_ceil(64);
+            for line in (0..F::CODES).chain(F::CODES + F::UNITS * F::UNIT.planes..lines) {
+                isa.prefetch(next.wrapping_add(64 * line));
+            }
+            F::scales::<V>(&stream.blocks[0], 0, scales);
         }
-        F::scales::<V>(&stream.blocks[0], 0, scales);
         let dot = super_block::<F, SUBS, NT>(&stream.blocks[0], next, scales, acts);
         finish_super::<F, SUBS, NT>(scales, acts, dot, tokens_of(out[s]));
     }
