@@ -25,7 +25,7 @@ use super::float::{FloatActs, FloatFormat, FloatTile, ask_ahead};
 use super::formats::{Format, Gguf, Scales, Tile};
 use super::lanes::{Bits, Lanes};
 use super::pack::RawRows;
-use super::{Isa, STREAMS, Scratch, Stream, Work, rowwise};
+use super::{Ahead, Isa, STREAMS, Scratch, Stream, Work, rowwise};
 use crate::cpu::isa::Avx2;
 use std::ops::Range;
 
@@ -321,9 +321,17 @@ pub fn opaque<T>(x: &T) -> &T {
 
 /// Sums of a chunk start at zero, so that long rows lose nothing to small addends.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn float<const NT: usize>(tile: &FloatTile, acts: &FloatActs, cols: usize, out: &mut [[f32; 16]; NT]) {
+fn float<const NT: usize>(
+    isa: Avx2,
+    tile: &FloatTile,
+    acts: &FloatActs,
+    cols: usize,
+    ahead: Ahead,
+    out: &mut [[f32; 16]; NT],
+) {
     let mut acc = [[_mm256_setzero_ps(); 2]; NT];
-    for (w, x) in tile.w[..cols].iter().zip(&acts.x) {
+    for (k, (w, x)) in tile.w[..cols].iter().zip(&acts.x).enumerate() {
+        ahead.ask(isa, k);
         let w = halves(w);
         for t in 0..NT {
             let x = _mm256_set1_ps(x[t]);
@@ -575,8 +583,16 @@ impl Isa for Avx2 {
         by_tokens!(tokens, out, |NT, o| tile::word_blocks::<NT>(tile, acts, blocks, o));
     }
     #[inline(always)]
-    fn float(self, tile: &FloatTile, acts: &FloatActs, tokens: usize, cols: usize, out: &mut [[f32; 16]]) {
-        by_tokens!(tokens, out, |NT, o| float::<NT>(tile, acts, cols, o));
+    fn float(
+        self,
+        tile: &FloatTile,
+        acts: &FloatActs,
+        tokens: usize,
+        cols: usize,
+        ahead: Ahead,
+        out: &mut [[f32; 16]],
+    ) {
+        by_tokens!(tokens, out, |NT, o| float::<NT>(self, tile, acts, cols, ahead, o));
     }
     const ROWWISE: bool = true;
 

@@ -17,7 +17,7 @@ use super::float::{FloatActs, FloatTile};
 use super::formats::{Emit, Format, Scales, Tile};
 use super::lanes::{Bits, Lanes};
 use super::pack::RawRows;
-use super::{Isa, STREAMS, Scratch, Stream, TOKENS, Work, prefetch, tokens_of};
+use super::{Ahead, Isa, STREAMS, Scratch, Stream, TOKENS, Work, prefetch, tokens_of};
 use crate::cpu::isa::{Avx2, Avx512};
 use std::ops::Range;
 
@@ -498,9 +498,17 @@ fn fused_word_unit<F: Format, const NT: usize>(
 
 /// Sums of a chunk start at zero. `G` groups of up to four tokens: the sums are a chain of one addition a column, of which it takes eight to fill the ports.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn float<const G: usize, const NT: usize>(tile: &FloatTile, acts: &[FloatActs; G], cols: usize, out: &mut [[f32; 16]]) {
+fn float<const G: usize, const NT: usize>(
+    isa: Avx512,
+    tile: &FloatTile,
+    acts: &[FloatActs; G],
+    cols: usize,
+    ahead: Ahead,
+    out: &mut [[f32; 16]],
+) {
     let mut acc = [[_mm512_setzero_ps(); NT]; G];
     for (k, w) in tile.w[..cols].iter().enumerate() {
+        ahead.ask(isa, k);
         let w = load(w);
         for g in 0..G {
             for t in 0..NT {
@@ -604,19 +612,29 @@ impl Isa for Avx512 {
         by_tokens!(tokens, out, |NT, o| word_blocks::<NT>(tile, acts, blocks, o));
     }
     #[inline(always)]
-    fn float(self, tile: &FloatTile, acts: &FloatActs, tokens: usize, cols: usize, out: &mut [[f32; 16]]) {
-        by_tokens!(tokens, out, |NT, o| float::<1, NT>(tile, std::array::from_ref(acts), cols, o));
+    fn float(
+        self,
+        tile: &FloatTile,
+        acts: &FloatActs,
+        tokens: usize,
+        cols: usize,
+        ahead: Ahead,
+        out: &mut [[f32; 16]],
+    ) {
+        by_tokens!(tokens, out, |NT, o| float::<1, NT>(self, tile, std::array::from_ref(acts), cols, ahead, o));
     }
     #[inline(always)]
-    fn floats(self, tile: &FloatTile, acts: &[FloatActs], cols: usize, out: &mut [[f32; 16]]) {
-        for (acts, out) in acts.chunks(2).zip(out.chunks_mut(2 * TOKENS)) {
+    fn floats(self, tile: &FloatTile, acts: &[FloatActs], cols: usize, ahead: Ahead, out: &mut [[f32; 16]]) {
+        let parts = acts.len().div_ceil(2);
+        for (i, (acts, out)) in acts.chunks(2).zip(out.chunks_mut(2 * TOKENS)).enumerate() {
+            let ahead = ahead.part(i, parts, cols);
             if let (Ok(acts), true) = (acts.try_into(), out.len() == 2 * TOKENS) {
                 // SAFETY: an `Avx512` exists only where the CPU has these features.
-                unsafe { float::<2, TOKENS>(tile, acts, cols, out) }
+                unsafe { float::<2, TOKENS>(self, tile, acts, cols, ahead, out) }
                 continue;
             }
             for (acts, out) in acts.iter().zip(out.chunks_mut(TOKENS)) {
-                self.float(tile, acts, out.len(), cols, out);
+                self.float(tile, acts, out.len(), cols, ahead, out);
             }
         }
     }

@@ -103,12 +103,21 @@ pub trait Isa: Copy + Send + Sync + 'static {
     );
     fn word_blocks(self, tile: &Tile, acts: &WordActs, tokens: usize, blocks: usize, out: &mut [[f32; ROWS]]);
 
-    fn float(self, tile: &FloatTile, acts: &FloatActs, tokens: usize, cols: usize, out: &mut [[f32; ROWS]]);
+    fn float(
+        self,
+        tile: &FloatTile,
+        acts: &FloatActs,
+        tokens: usize,
+        cols: usize,
+        ahead: Ahead,
+        out: &mut [[f32; ROWS]],
+    );
     /// The same for any number of tokens.
     #[inline(always)]
-    fn floats(self, tile: &FloatTile, acts: &[FloatActs], cols: usize, out: &mut [[f32; ROWS]]) {
-        for (acts, out) in acts.iter().zip(out.chunks_mut(TOKENS)) {
-            self.float(tile, acts, out.len(), cols, out);
+    fn floats(self, tile: &FloatTile, acts: &[FloatActs], cols: usize, ahead: Ahead, out: &mut [[f32; ROWS]]) {
+        let parts = acts.len();
+        for (i, (acts, out)) in acts.iter().zip(out.chunks_mut(TOKENS)).enumerate() {
+            self.float(tile, acts, out.len(), cols, ahead.part(i, parts, cols), out);
         }
     }
 
@@ -482,6 +491,38 @@ pub fn prefetch<I: Isa, T>(isa: I, value: *const T, part: usize, parts: usize) {
     }
 }
 
+/// Memory that will be wanted soon, asked for in the course of a product: so many bytes a column.
+#[derive(Clone, Copy)]
+pub struct Ahead {
+    at: *const u8,
+    step: usize,
+}
+
+impl Ahead {
+    /// Asks again and again for what is there: an address of no page would be looked up each time.
+    fn nothing<T>(there: &T) -> Self {
+        Self { at: std::ptr::from_ref(there).cast(), step: 0 }
+    }
+    /// As many values as there are columns.
+    pub fn columns<T>(at: *const T) -> Self {
+        Self { at: at.cast(), step: size_of::<T>() }
+    }
+    /// Blocks that hold so many columns.
+    pub fn blocks<T>(at: *const T, cols: usize) -> Self {
+        Self { at: at.cast(), step: size_of::<T>().div_ceil(cols) }
+    }
+    /// What the `i`th of `parts` products, each of so many columns, asks for; the first few ask for all.
+    #[inline(always)]
+    fn part(self, i: usize, parts: usize, cols: usize) -> Self {
+        let step = self.step.div_ceil(parts.min(4));
+        if i < 4 { Self { at: self.at.wrapping_add(i * cols * step), step } } else { Self { step: 0, ..self } }
+    }
+    #[inline(always)]
+    pub fn ask(self, isa: impl Isa, column: usize) {
+        isa.prefetch(self.at.wrapping_add(column * self.step));
+    }
+}
+
 /// Blocks of one row group to floats.
 struct Decode<'a, I, F: Format> {
     packed: bool,
@@ -523,7 +564,7 @@ pub fn row_group_decoded<'s, I: Isa, F: Format>(
         let cols = count * <F::Family as Family>::ELEMENTS;
         let packed = matches!(source, Source::Packed(_));
         isa.narrow().enter(Decode::<I::Narrow, F> { packed, blocks: s.blocks, tile, cols, decoded, isa: PhantomData });
-        isa.floats(decoded, acts, cols, out);
+        isa.floats(decoded, acts, cols, Ahead::blocks(s.next, <F::Family as Family>::ELEMENTS), out);
     }
     out
 }
@@ -572,9 +613,12 @@ pub fn row_groups_float<'s, I: Isa, F: FloatFormat>(
             _ => {}
         }
         for (group, out) in groups.clone().zip(out.chunks_exact_mut(tokens)) {
+            let mut ahead = Ahead::nothing(decoded);
             match source {
                 Source::Packed(bytes) => {
-                    decode_columns::<I, F>(isa, packed_columns::<F>(bytes, group, cols, first, count), &mut decoded.w);
+                    let columns = packed_columns::<F>(bytes, group, cols, first, count);
+                    decode_columns::<I, F>(isa, columns, &mut decoded.w);
+                    ahead = Ahead::columns(columns.as_ptr().wrapping_add(count));
                 }
                 Source::Raw(raw)
                     if I::Narrow::FLOAT_ROWS
@@ -594,7 +638,7 @@ pub fn row_groups_float<'s, I: Isa, F: FloatFormat>(
                     isa.enter(DecodeRows::<I::Narrow, F> { isa, raw, group, first, count, tile, format: PhantomData });
                 }
             }
-            isa.floats(decoded, acts, count, out);
+            isa.floats(decoded, acts, count, ahead, out);
         }
     }
     out

@@ -5,7 +5,7 @@ use super::float::{FloatActs, FloatTile};
 use super::formats::Format;
 use super::formats::Tile;
 use super::lanes::Plain;
-use super::{Isa, ROWS, Work};
+use super::{Ahead, Isa, ROWS, Work};
 
 #[derive(Clone, Copy, Debug)]
 pub struct Portable;
@@ -112,7 +112,7 @@ impl Isa for Portable {
         }
     }
 
-    fn float(self, tile: &FloatTile, acts: &FloatActs, tokens: usize, cols: usize, out: &mut [[f32; ROWS]]) {
+    fn float(self, tile: &FloatTile, acts: &FloatActs, tokens: usize, cols: usize, _: Ahead, out: &mut [[f32; ROWS]]) {
         for (t, out) in out[..tokens].iter_mut().enumerate() {
             let mut acc = [0.0; ROWS];
             for (w, x) in tile.w[..cols].iter().zip(&acts.x) {
