@@ -222,24 +222,26 @@ impl<I: Isa, F: FloatFormat> Work for DecodeRows<'_, I, F> {
 /// `out[stream][token][row] += ` the product of packed columns, decoded in registers: few tokens are over before a tile would be written. The additions of
 /// [`Isa::float`].
 #[inline(always)]
-pub fn fused<V: Lanes, F: FloatFormat>(
+pub fn fused<I: Isa, F: FloatFormat>(
+    isa: I,
     streams: [&[[F::Element; 16]]; STREAMS],
     count: usize,
     acts: &FloatActs,
     out: &mut [[f32; 16]],
 ) {
     match (count, out.len() / count) {
-        (1, 1) => multiply::<V, F, 1, 1>([streams[0]], acts, out),
-        (1, 2) => multiply::<V, F, 1, 2>([streams[0]], acts, out),
-        (1, 3) => multiply::<V, F, 1, 3>([streams[0]], acts, out),
-        (1, _) => multiply::<V, F, 1, 4>([streams[0]], acts, out),
-        (_, 1) => multiply::<V, F, 2, 1>(streams, acts, out),
-        _ => multiply::<V, F, 2, 2>(streams, acts, out),
+        (1, 1) => multiply::<_, _, F, 1, 1>(isa, [streams[0]], acts, out),
+        (1, 2) => multiply::<_, _, F, 1, 2>(isa, [streams[0]], acts, out),
+        (1, 3) => multiply::<_, _, F, 1, 3>(isa, [streams[0]], acts, out),
+        (1, _) => multiply::<_, _, F, 1, 4>(isa, [streams[0]], acts, out),
+        (_, 1) => multiply::<_, _, F, 2, 1>(isa, streams, acts, out),
+        _ => multiply::<_, _, F, 2, 2>(isa, streams, acts, out),
     }
 }
 
 #[inline(always)]
-fn multiply<V: Lanes, F: FloatFormat, const S: usize, const NT: usize>(
+fn multiply<I: Isa<V = V>, V: Lanes, F: FloatFormat, const S: usize, const NT: usize>(
+    isa: I,
     streams: [&[[F::Element; 16]]; S],
     acts: &FloatActs,
     out: &mut [[f32; 16]],
@@ -248,6 +250,7 @@ fn multiply<V: Lanes, F: FloatFormat, const S: usize, const NT: usize>(
     let mut acc = [[[V::splat_f32(0.0); 2]; NT]; S];
     for (k, x) in acts.x[..streams[0].len()].iter().enumerate() {
         for s in 0..S {
+            isa.prefetch(streams[s].as_ptr().wrapping_add(CHUNK + k).cast());
             for h in 0..V::HALVES {
                 let w = F::decode::<V>(&streams[s][k], h);
                 for t in 0..NT {

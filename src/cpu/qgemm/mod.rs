@@ -607,7 +607,7 @@ pub fn row_groups_float<'s, I: Isa, F: FloatFormat>(
                 for (s, group) in streams.iter_mut().zip(groups.clone()) {
                     *s = packed_columns::<F>(bytes, group, cols, first, count);
                 }
-                float::fused::<I::V, F>(streams, groups.len(), &acts[0], out);
+                float::fused::<I, F>(isa, streams, groups.len(), &acts[0], out);
                 continue;
             }
             _ => {}
