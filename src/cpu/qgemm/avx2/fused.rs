@@ -1,4 +1,4 @@
-//! Up to four tokens against packed blocks unpacked in registers, sixteen rows at a time: the tile kernels without the detour through a tile.
+//! Up to four tokens at a time against packed blocks unpacked in registers, sixteen rows of them: the tile kernels without the detour through a tile.
 //!
 //! What counts beside the multiplications is taking codes apart: of four bits, three operations for each vector of bytes and its two of codes, before the
 //! first token's four; of six bits, 11 for four. Assembly for the same reasons as in `tile`: Q4_0 against one token is 107 instructions a block, 123 with
