@@ -250,6 +250,7 @@ fn multiply<I: Isa<V = V>, V: Lanes, F: FloatFormat, const S: usize, const NT: u
     let mut acc = [[[V::splat_f32(0.0); 2]; NT]; S];
     for (k, x) in acts.x[..streams[0].len()].iter().enumerate() {
         for s in 0..S {
+            // A chunk ahead: the hardware's prefetchers come too late for more than two tokens.
             isa.prefetch(streams[s].as_ptr().wrapping_add(CHUNK + k).cast());
             for h in 0..V::HALVES {
                 let w = F::decode::<V>(&streams[s][k], h);
