@@ -115,7 +115,6 @@ pub trait Family: 'static {
         isa: I,
         tile: &Tile,
         acts: &Self::Acts,
-        tokens: usize,
         blocks: usize,
         out: &mut [[f32; 16]],
     ) where
@@ -252,11 +251,10 @@ impl Family for ByteBlocks {
         isa: I,
         tile: &Tile,
         acts: &ByteActs,
-        tokens: usize,
         blocks: usize,
         out: &mut [[f32; 16]],
     ) {
-        isa.byte_blocks::<F>(tile, acts, tokens, blocks, out);
+        isa.byte_blocks::<F>(tile, acts, blocks, out);
     }
 
     #[inline(always)]
@@ -311,15 +309,8 @@ impl<const SUBS: usize> Family for ByteSuper<SUBS> {
     }
 
     #[inline(always)]
-    fn apply<I: Isa, F: Format<Family = Self>>(
-        isa: I,
-        tile: &Tile,
-        acts: &SuperActs,
-        tokens: usize,
-        _: usize,
-        out: &mut [[f32; 16]],
-    ) {
-        isa.byte_super::<F, SUBS>(tile, acts, tokens, out);
+    fn apply<I: Isa, F: Format<Family = Self>>(isa: I, tile: &Tile, acts: &SuperActs, _: usize, out: &mut [[f32; 16]]) {
+        isa.byte_super::<F, SUBS>(tile, acts, out);
     }
 
     #[inline(always)]
@@ -356,11 +347,10 @@ impl Family for WordBlocks {
         isa: I,
         tile: &Tile,
         acts: &WordActs,
-        tokens: usize,
         blocks: usize,
         out: &mut [[f32; 16]],
     ) {
-        isa.word_blocks(tile, acts, tokens, blocks, out);
+        isa.word_blocks(tile, acts, blocks, out);
     }
 
     #[inline(always)]
@@ -393,15 +383,8 @@ impl Family for WordSuper {
     }
 
     #[inline(always)]
-    fn apply<I: Isa, F: Format<Family = Self>>(
-        isa: I,
-        tile: &Tile,
-        acts: &WordActs,
-        tokens: usize,
-        _: usize,
-        out: &mut [[f32; 16]],
-    ) {
-        isa.word_blocks(tile, acts, tokens, 8, out);
+    fn apply<I: Isa, F: Format<Family = Self>>(isa: I, tile: &Tile, acts: &WordActs, _: usize, out: &mut [[f32; 16]]) {
+        isa.word_blocks(tile, acts, 8, out);
     }
 
     #[inline(always)]

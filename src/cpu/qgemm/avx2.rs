@@ -540,8 +540,8 @@ macro_rules! with_tokens {
 }
 
 macro_rules! by_tokens {
-    ($tokens:expr, $out:expr, |$nt:ident, $o:ident| $call:expr) => {
-        match $tokens {
+    ($out:ident, |$nt:ident, $o:ident| $call:expr) => {
+        match $out.len() {
             1 => with_tokens!(1, $out, |$nt, $o| $call),
             2 => with_tokens!(2, $out, |$nt, $o| $call),
             3 => with_tokens!(3, $out, |$nt, $o| $call),
@@ -565,34 +565,20 @@ impl Isa for Avx2 {
         unsafe { enter(work) }
     }
     #[inline(always)]
-    fn byte_blocks<F: Format>(self, tile: &Tile, acts: &ByteActs, tokens: usize, blocks: usize, out: &mut [[f32; 16]]) {
-        by_tokens!(tokens, out, |NT, o| tile::byte_blocks::<F, NT>(tile, acts, blocks, o));
+    fn byte_blocks<F: Format>(self, tile: &Tile, acts: &ByteActs, blocks: usize, out: &mut [[f32; 16]]) {
+        by_tokens!(out, |NT, o| tile::byte_blocks::<F, NT>(tile, acts, blocks, o));
     }
     #[inline(always)]
-    fn byte_super<F: Format, const SUBS: usize>(
-        self,
-        tile: &Tile,
-        acts: &SuperActs,
-        tokens: usize,
-        out: &mut [[f32; 16]],
-    ) {
-        by_tokens!(tokens, out, |NT, o| tile::byte_super::<F, SUBS, NT>(tile, acts, o));
+    fn byte_super<F: Format, const SUBS: usize>(self, tile: &Tile, acts: &SuperActs, out: &mut [[f32; 16]]) {
+        by_tokens!(out, |NT, o| tile::byte_super::<F, SUBS, NT>(tile, acts, o));
     }
     #[inline(always)]
-    fn word_blocks(self, tile: &Tile, acts: &WordActs, tokens: usize, blocks: usize, out: &mut [[f32; 16]]) {
-        by_tokens!(tokens, out, |NT, o| tile::word_blocks::<NT>(tile, acts, blocks, o));
+    fn word_blocks(self, tile: &Tile, acts: &WordActs, blocks: usize, out: &mut [[f32; 16]]) {
+        by_tokens!(out, |NT, o| tile::word_blocks::<NT>(tile, acts, blocks, o));
     }
     #[inline(always)]
-    fn float(
-        self,
-        tile: &FloatTile,
-        acts: &FloatActs,
-        tokens: usize,
-        cols: usize,
-        ahead: Ahead,
-        out: &mut [[f32; 16]],
-    ) {
-        by_tokens!(tokens, out, |NT, o| float::<NT>(self, tile, acts, cols, ahead, o));
+    fn float(self, tile: &FloatTile, acts: &FloatActs, cols: usize, ahead: Ahead, out: &mut [[f32; 16]]) {
+        by_tokens!(out, |NT, o| float::<NT>(self, tile, acts, cols, ahead, o));
     }
     const ROWWISE: bool = true;
 

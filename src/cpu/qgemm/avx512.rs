@@ -564,8 +564,8 @@ impl<const NT: usize> Emit<W> for AddWords<'_, NT> {
 
 /// Evaluates a call with the number of tokens as a constant.
 macro_rules! by_tokens {
-    ($tokens:expr, $out:expr, |$nt:ident, $o:ident| $call:expr) => {
-        match $tokens {
+    ($out:ident, |$nt:ident, $o:ident| $call:expr) => {
+        match $out.len() {
             1 => by_tokens!(@ 1, $out, |$nt, $o| $call),
             2 => by_tokens!(@ 2, $out, |$nt, $o| $call),
             3 => by_tokens!(@ 3, $out, |$nt, $o| $call),
@@ -594,34 +594,20 @@ impl Isa for Avx512 {
         unsafe { enter(work) }
     }
     #[inline(always)]
-    fn byte_blocks<F: Format>(self, tile: &Tile, acts: &ByteActs, tokens: usize, blocks: usize, out: &mut [[f32; 16]]) {
-        by_tokens!(tokens, out, |NT, o| byte_blocks::<F, NT>(tile, acts, blocks, o));
+    fn byte_blocks<F: Format>(self, tile: &Tile, acts: &ByteActs, blocks: usize, out: &mut [[f32; 16]]) {
+        by_tokens!(out, |NT, o| byte_blocks::<F, NT>(tile, acts, blocks, o));
     }
     #[inline(always)]
-    fn byte_super<F: Format, const SUBS: usize>(
-        self,
-        tile: &Tile,
-        acts: &SuperActs,
-        tokens: usize,
-        out: &mut [[f32; 16]],
-    ) {
-        by_tokens!(tokens, out, |NT, o| byte_super::<F, SUBS, NT>(tile, acts, o));
+    fn byte_super<F: Format, const SUBS: usize>(self, tile: &Tile, acts: &SuperActs, out: &mut [[f32; 16]]) {
+        by_tokens!(out, |NT, o| byte_super::<F, SUBS, NT>(tile, acts, o));
     }
     #[inline(always)]
-    fn word_blocks(self, tile: &Tile, acts: &WordActs, tokens: usize, blocks: usize, out: &mut [[f32; 16]]) {
-        by_tokens!(tokens, out, |NT, o| word_blocks::<NT>(tile, acts, blocks, o));
+    fn word_blocks(self, tile: &Tile, acts: &WordActs, blocks: usize, out: &mut [[f32; 16]]) {
+        by_tokens!(out, |NT, o| word_blocks::<NT>(tile, acts, blocks, o));
     }
     #[inline(always)]
-    fn float(
-        self,
-        tile: &FloatTile,
-        acts: &FloatActs,
-        tokens: usize,
-        cols: usize,
-        ahead: Ahead,
-        out: &mut [[f32; 16]],
-    ) {
-        by_tokens!(tokens, out, |NT, o| float::<1, NT>(self, tile, std::array::from_ref(acts), cols, ahead, o));
+    fn float(self, tile: &FloatTile, acts: &FloatActs, cols: usize, ahead: Ahead, out: &mut [[f32; 16]]) {
+        by_tokens!(out, |NT, o| float::<1, NT>(self, tile, std::array::from_ref(acts), cols, ahead, o));
     }
     #[inline(always)]
     fn floats(self, tile: &FloatTile, acts: &[FloatActs], cols: usize, ahead: Ahead, out: &mut [[f32; 16]]) {
@@ -634,7 +620,7 @@ impl Isa for Avx512 {
                 continue;
             }
             for (acts, out) in acts.iter().zip(out.chunks_mut(TOKENS)) {
-                self.float(tile, acts, out.len(), cols, ahead, out);
+                self.float(tile, acts, cols, ahead, out);
             }
         }
     }

@@ -85,39 +85,18 @@ pub trait Isa: Copy + Send + Sync + 'static {
     /// Runs work compiled for this instruction set.
     fn enter(self, work: impl Work);
 
-    // The tile kernels: `out[token][row] += ...` for `tokens` <= 4.
-    fn byte_blocks<F: Format>(
-        self,
-        tile: &Tile,
-        acts: &ByteActs,
-        tokens: usize,
-        blocks: usize,
-        out: &mut [[f32; ROWS]],
-    );
-    fn byte_super<F: Format, const SUBS: usize>(
-        self,
-        tile: &Tile,
-        acts: &SuperActs,
-        tokens: usize,
-        out: &mut [[f32; ROWS]],
-    );
-    fn word_blocks(self, tile: &Tile, acts: &WordActs, tokens: usize, blocks: usize, out: &mut [[f32; ROWS]]);
+    // The tile kernels: `out[token][row] += ...` for up to four tokens.
+    fn byte_blocks<F: Format>(self, tile: &Tile, acts: &ByteActs, blocks: usize, out: &mut [[f32; ROWS]]);
+    fn byte_super<F: Format, const SUBS: usize>(self, tile: &Tile, acts: &SuperActs, out: &mut [[f32; ROWS]]);
+    fn word_blocks(self, tile: &Tile, acts: &WordActs, blocks: usize, out: &mut [[f32; ROWS]]);
 
-    fn float(
-        self,
-        tile: &FloatTile,
-        acts: &FloatActs,
-        tokens: usize,
-        cols: usize,
-        ahead: Ahead,
-        out: &mut [[f32; ROWS]],
-    );
+    fn float(self, tile: &FloatTile, acts: &FloatActs, cols: usize, ahead: Ahead, out: &mut [[f32; ROWS]]);
     /// The same for any number of tokens.
     #[inline(always)]
     fn floats(self, tile: &FloatTile, acts: &[FloatActs], cols: usize, ahead: Ahead, out: &mut [[f32; ROWS]]) {
         let parts = acts.len();
         for (i, (acts, out)) in acts.iter().zip(out.chunks_mut(TOKENS)).enumerate() {
-            self.float(tile, acts, out.len(), cols, ahead.part(i, parts, cols), out);
+            self.float(tile, acts, cols, ahead.part(i, parts, cols), out);
         }
     }
 
@@ -463,7 +442,7 @@ pub fn row_groups<'s, I: Isa, F: Format>(
                         prefetch(isa, s.next.wrapping_add(slot), i, parts);
                     }
                 }
-                <F::Family as Family>::apply::<I, F>(isa, tile, acts, out.len(), count, out);
+                <F::Family as Family>::apply::<I, F>(isa, tile, acts, count, out);
             }
         }
     }

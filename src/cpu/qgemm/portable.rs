@@ -40,17 +40,10 @@ impl Isa for Portable {
         work.run()
     }
 
-    fn byte_blocks<F: Format>(
-        self,
-        tile: &Tile,
-        acts: &ByteActs,
-        tokens: usize,
-        blocks: usize,
-        out: &mut [[f32; ROWS]],
-    ) {
+    fn byte_blocks<F: Format>(self, tile: &Tile, acts: &ByteActs, blocks: usize, out: &mut [[f32; ROWS]]) {
         for b in 0..blocks {
             let steps = 8 * b..8 * b + 8;
-            for (t, out) in out[..tokens].iter_mut().enumerate() {
+            for (t, out) in out.iter_mut().enumerate() {
                 let offset = if F::SHIFT > 0 { pair_sum(acts.minus_sum[b][t]) << F::SHIFT } else { 0 };
                 for (r, y) in out.iter_mut().enumerate() {
                     let dot = byte_dot(&tile.q[steps.clone()], &acts.q[steps.clone()], r, t) + offset;
@@ -63,15 +56,9 @@ impl Isa for Portable {
         }
     }
 
-    fn byte_super<F: Format, const SUBS: usize>(
-        self,
-        tile: &Tile,
-        acts: &SuperActs,
-        tokens: usize,
-        out: &mut [[f32; ROWS]],
-    ) {
+    fn byte_super<F: Format, const SUBS: usize>(self, tile: &Tile, acts: &SuperActs, out: &mut [[f32; ROWS]]) {
         let steps = 64 / SUBS;
-        for (t, out) in out[..tokens].iter_mut().enumerate() {
+        for (t, out) in out.iter_mut().enumerate() {
             for (r, y) in out.iter_mut().enumerate() {
                 let mut dot = 0;
                 for j in 0..SUBS {
@@ -96,9 +83,9 @@ impl Isa for Portable {
         }
     }
 
-    fn word_blocks(self, tile: &Tile, acts: &WordActs, tokens: usize, blocks: usize, out: &mut [[f32; ROWS]]) {
+    fn word_blocks(self, tile: &Tile, acts: &WordActs, blocks: usize, out: &mut [[f32; ROWS]]) {
         for b in 0..blocks {
-            for (t, out) in out[..tokens].iter_mut().enumerate() {
+            for (t, out) in out.iter_mut().enumerate() {
                 for (r, y) in out.iter_mut().enumerate() {
                     let mut dot = 0;
                     for i in 16 * b..16 * b + 16 {
@@ -112,8 +99,8 @@ impl Isa for Portable {
         }
     }
 
-    fn float(self, tile: &FloatTile, acts: &FloatActs, tokens: usize, cols: usize, _: Ahead, out: &mut [[f32; ROWS]]) {
-        for (t, out) in out[..tokens].iter_mut().enumerate() {
+    fn float(self, tile: &FloatTile, acts: &FloatActs, cols: usize, _: Ahead, out: &mut [[f32; ROWS]]) {
+        for (t, out) in out.iter_mut().enumerate() {
             let mut acc = [0.0; ROWS];
             for (w, x) in tile.w[..cols].iter().zip(&acts.x) {
                 for (y, w) in acc.iter_mut().zip(w) {
