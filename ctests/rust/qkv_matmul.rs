@@ -8,7 +8,7 @@ mod gguf_random;
 mod isa;
 
 use api::*;
-use gguf_random::{Random, random_rows};
+use gguf_random::{Random, put, random_rows};
 use isa::context;
 use pagedkv::abi::collection::pkv_collection_options;
 use pagedkv::abi::qkv::pkv_qkv_matmul_gguf_params;
@@ -217,6 +217,37 @@ fn every_encoding_is_right_and_the_same_however_it_is_cut() {
                                 );
                             }
                         }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Sums over blocks are kept in as few bits as the encoding allows: the largest codes, all of one sign or of both, are what they must have room for.
+#[test]
+fn the_largest_codes_have_room() {
+    const FILLS: [u8; HEAD] = [0x00, 0xff, 0x7f, 0x80, 0x0f, 0xf0, 0x87];
+    let sign = |t: usize, k: usize| if t > 0 && k >> (t - 1) & 1 == 1 { -1.0 } else { 1.0 };
+    for format in FORMATS.iter().filter(|f| f.activation_block > 0) {
+        let cols = 2 * format.block_elements.max(256);
+        let rows = FILLS.map(|fill| vec![fill; format.row_bytes(cols).expect("whole blocks")]).concat();
+        let mut w = Weights { raw: [0; 3].map(|_| rows.clone()), ..Weights::new(format, HEAD, cols) };
+        for block in w.raw.iter_mut().flat_map(|rows| rows.chunks_exact_mut(format.block_bytes)) {
+            format.floats.iter().for_each(|&float| put(block, float, 0.125));
+        }
+        for tokens in [1, 2, 3, 4, 9, 18] {
+            // Signs that change with every column, every two, every four ...; the other half of the tokens has them the other way round.
+            let x: Vec<f32> = (0..tokens * cols)
+                .map(|i| sign(i / cols / 2, i % cols) * if i / cols % 2 == 1 { -1.0 } else { 1.0 })
+                .collect();
+            let (exact, _) = w.exact(&x, 0);
+            let x = Tensor::from_f32(DType::F32, &[tokens, cols], &x);
+            for level in fast() {
+                for flags in [PKV_WEIGHT_PACK, 0] {
+                    for have in w.run(&context(level, 1), &x, 0, flags) {
+                        let error = off(&have, &exact);
+                        assert!(error <= 1e-6, "{} M {tokens} {level:?} {flags}: {error:e}", format.name);
                     }
                 }
             }

@@ -75,7 +75,7 @@ pub fn random_rows(format: &Format, rows: usize, cols: usize, seed: u64) -> Vec<
 }
 
 /// Writes `value`, rounded to the field's type, into a block.
-fn put(block: &mut [u8], field: Float, value: f32) {
+pub fn put(block: &mut [u8], field: Float, value: f32) {
     let bits = value.to_bits();
     match field {
         Float::F32(at) => block[at..at + 4].copy_from_slice(&value.to_le_bytes()),

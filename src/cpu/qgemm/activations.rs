@@ -40,8 +40,13 @@ pub struct SuperActs {
 #[repr(C, align(64))]
 pub struct WordActs {
     /// `q[2 step][token]`: the codes of columns 0 and 2 of the four; `q[2 step + 1][token]`: of columns 1 and 3.
+    ///
+    /// One or two tokens leave room for theirs once more, as 8-bit digits of `16 high + low`: `q[2 step][2 + token]` the low ones of the four columns,
+    /// `q[2 step + 1][2 + token]` the high ones.
     pub q: [[u32; TOKENS]; 128],
     pub d: [[f32; TOKENS]; 8],
+    /// Per 32 columns: minus 128 times the sum of the codes.
+    pub offset: [[i32; TOKENS]; 8],
 }
 
 /// Chunks in a [`Linear`].
@@ -211,10 +216,28 @@ fn put_words<V: Lanes>(codes: &Codes, t: usize, out: &mut WordActs) {
             out[0][t] = even;
             out[1][t] = odd;
         }
+        if t < 2 {
+            for (out, [low, high]) in out.chunks_exact_mut(2).zip(q.map(digits)) {
+                out[0][2 + t] = low;
+                out[1][2 + t] = high;
+            }
+        }
     }
-    for (out, d) in out.d.iter_mut().zip(codes.d) {
-        out[t] = d;
+    for b in 0..8 {
+        out.d[b][t] = codes.d[b];
+        let [lo, hi] = [codes.sums[2 * b], codes.sums[2 * b + 1]];
+        out.offset[b][t] = -128 * i32::from(lo[0] + lo[1] + hi[0] + hi[1]);
     }
+}
+
+/// The signed bytes' digits, `byte = 16 high + low`, `low` in -8 ..= 7 and `high` in -8 ..= 8.
+#[inline(always)]
+fn digits(q: u32) -> [u32; 2] {
+    const EIGHTS: u32 = 0x0808_0808;
+    const TOPS: u32 = 0x8080_8080;
+    // Four bits of each byte as a signed number; the top bits keep the bytes from borrowing from one another.
+    let signed = |bits: u32, carry: u32| (((bits & 0x0f0f_0f0f ^ EIGHTS) | TOPS) - EIGHTS + carry) ^ TOPS;
+    [signed(q, 0), signed(q >> 4, (q & EIGHTS) >> 3)]
 }
 
 impl Family for ByteBlocks {

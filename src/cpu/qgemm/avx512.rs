@@ -553,6 +553,7 @@ struct AddWords<'a, const NT: usize> {
 impl<const NT: usize> Emit<W> for AddWords<'_, NT> {
     #[inline(always)]
     fn emit(&mut self, step: usize, v: W) {
+        let v = v.sub_bytes(W::splat(0x8080_8080));
         let (even, odd) = (v.even_bytes_i16(), v.odd_bytes_i16());
         for t in 0..NT {
             let acc = &mut self.acc[t];

@@ -15,7 +15,7 @@ use super::pack::planes_of;
 #[repr(C, align(64))]
 pub struct Tile {
     /// Byte families: `q[step][row]` holds columns `4 step ..+4`, unsigned, the offset still in.
-    /// Word families: `q[2 step]` holds columns 0 and 2 of the four as 16-bit values, `q[2 step + 1]` columns 1 and 3.
+    /// Word families: `q[2 step]` holds columns 0 and 2 of the four as signed 16-bit values, `q[2 step + 1]` columns 1 and 3.
     pub q: [[u32; 16]; 128],
     pub scales: Scales,
 }
@@ -155,8 +155,10 @@ pub unsafe trait Format: 'static {
     const HEAD: usize = 0;
     /// The head, and so the last plane, is an f16 scale.
     const HALF: bool = Self::HEAD == 2;
-    /// The tile's bytes are `weight + 2^SHIFT`; 0: no offset.
+    /// Byte families' codes are `weight + 2^SHIFT`; 0: no offset. Word families' are `weight + 128`.
     const SHIFT: u32 = 0;
+    /// GGUF's codes are signed bytes: interleaved, their top bit is flipped.
+    const SIGNED: bool = false;
     /// Whether the tile's `min` counts.
     const MIN: bool = false;
 
@@ -193,7 +195,7 @@ pub unsafe trait Format: 'static {
             }
         });
     }
-    /// The codes of columns `32 I ..+32` of a GGUF block, a column a byte.
+    /// The codes of columns `32 I ..+32` of a GGUF block, a column a byte; in word families signed, without the offset.
     fn gguf<V: Bits, const I: usize>(block: &impl Gguf<V>) -> V;
     /// Fills the scales; `slot` is which 32 of the 256 columns (always 0 for super-blocks).
     fn scales<V: Lanes>(block: &Self::Block, slot: usize, out: &mut Scales);
@@ -316,7 +318,7 @@ struct ToWords<'a> {
 impl<V: Lanes> Emit<V> for ToWords<'_> {
     #[inline(always)]
     fn emit(&mut self, step: usize, v: V) {
-        let at = 2 * (self.first + step);
+        let (v, at) = (v.sub_bytes(V::splat(0x8080_8080)), 2 * (self.first + step));
         v.even_bytes_i16().store(&mut self.tile.q[at], self.h);
         v.odd_bytes_i16().store(&mut self.tile.q[at + 1], self.h);
     }
@@ -470,6 +472,7 @@ unsafe impl Format for Q8_0 {
     type Family = WordBlocks;
     const BLOCK_BYTES: usize = 34;
     const HEAD: usize = 2;
+    const SIGNED: bool = true;
     const UNIT: Unit = Unit::BYTES;
     const CODES: usize = 0;
     const UNITS_AS_GGUF: bool = true;
@@ -487,6 +490,16 @@ unsafe impl Format for Q8_0 {
 }
 
 const IQ4_VALUES: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+/// The values plus 128, as unsigned bytes.
+const IQ4_CODES: [i8; 16] = {
+    let mut codes = IQ4_VALUES;
+    let mut i = 0;
+    while i < codes.len() {
+        codes[i] = codes[i].wrapping_add(-128);
+        i += 1;
+    }
+    codes
+};
 
 pub struct Iq4Nl;
 // SAFETY: the layout is as the trait asks.
@@ -497,7 +510,7 @@ unsafe impl Format for Iq4Nl {
     const HEAD: usize = 2;
     const UNIT: Unit = Unit::NIBBLES;
     const CODES: usize = 0;
-    const TABLE: Option<&'static [i8; 16]> = Some(&IQ4_VALUES);
+    const TABLE: Option<&'static [i8; 16]> = Some(&IQ4_CODES);
     const UNITS_AS_GGUF: bool = true;
 
     #[inline(always)]
@@ -788,7 +801,7 @@ unsafe impl Format for Iq4Xs {
     const HEAD_DWORDS: &[usize] = &[0];
     const UNIT: Unit = Unit::NIBBLES;
     const CODES: usize = 2;
-    const TABLE: Option<&'static [i8; 16]> = Some(&IQ4_VALUES);
+    const TABLE: Option<&'static [i8; 16]> = Some(&IQ4_CODES);
     const UNITS_AS_GGUF: bool = true;
 
     #[inline(always)]

@@ -50,11 +50,13 @@ pub fn interleave<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, fir
         assert!(size_of::<F::Block>() == ROWS * F::BLOCK_BYTES);
         assert!(F::HEAD == 0 || (F::BLOCK_BYTES - F::HEAD).is_multiple_of(4));
         assert!(F::BLOCK_BYTES - F::HEAD >= 16);
+        assert!(!F::SIGNED || F::HEAD > 0, "all dwords are codes");
     }
     let rows = ROWS.min(raw.rows - ROWS * group);
     let (bytes, dwords, narrow) = (F::BLOCK_BYTES, (F::BLOCK_BYTES - F::HEAD) / 4, narrow::<F>());
     let (stride, count) = (raw.row_bytes, out.len());
     let squares = dwords.div_ceil(4);
+    let flip = if F::SIGNED { 0x8080_8080 } else { 0 };
     for (i, block) in out.iter_mut().enumerate() {
         let (planes, odd, narrow_at) = planes_of::<F>(block);
         let at = |r: usize| &raw.data[(ROWS * group + r) * stride + (first + i) * bytes..][..bytes];
@@ -63,11 +65,12 @@ pub fn interleave<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, fir
             for j in 0..squares {
                 // The last square lies over the one before where dwords are left.
                 let j4 = (4 * j).min(dwords - 4);
-                let planes = planes[j4..].first_chunk_mut().expect("four planes");
+                let planes: &mut [[u32; ROWS]; 4] = planes[j4..].first_chunk_mut().expect("four planes");
                 for h in 0..2 {
                     // SAFETY: the first and the last of the 16 rows hold whole blocks here, so all do.
                     unsafe { isa.transpose(base.add(8 * h * stride + F::HEAD + 4 * j4), stride, planes, h) };
                 }
+                planes.as_flattened_mut().iter_mut().for_each(|v| *v ^= flip);
                 let (step, steps) = (i * squares + j, count * squares);
                 for r in ROWS * step / steps..ROWS * (step + 1) / steps {
                     let next = base.wrapping_add(r * stride + (count - i) * bytes);
@@ -88,7 +91,7 @@ pub fn interleave<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, fir
         for r in 0..rows {
             let src = at(r);
             for (plane, v) in planes.iter_mut().zip(src[F::HEAD..].as_chunks().0) {
-                plane[r] = u32::from_le_bytes(*v);
+                plane[r] = u32::from_le_bytes(*v) ^ flip;
             }
             odd[narrow * r..narrow * (r + 1)].copy_from_slice(&src[narrow_at..narrow_at + narrow]);
         }

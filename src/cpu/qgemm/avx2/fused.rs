@@ -15,7 +15,7 @@ use crate::cpu::qgemm::activations::{ByteActs, Family, SuperActs, WordActs};
 use crate::cpu::qgemm::formats::{Format, Scales};
 use crate::cpu::qgemm::{Isa, STREAMS, Stream, prefetch, tokens_of};
 
-/// What the text reads from memory: masks (or one and a table), and ones; for words, the mask of the upper bytes is the third.
+/// What the text reads from memory: masks (or one and a table), and ones; for words, the mask of the lower bytes and sixteens are third and fourth.
 #[repr(C, align(32))]
 struct Constants([[u32; 8]; 5]);
 
@@ -38,7 +38,8 @@ impl<F: Format> Text<F> {
             i += 1;
         }
         if <F::Family as Family>::WORDS {
-            all[2] = [0xff00_ff00; 8];
+            all[2] = [0x00ff_00ff; 8];
+            all[3] = [0x0010_0010; 8];
         }
         if let Some(table) = F::TABLE {
             all[1] = [0; 8];
@@ -57,7 +58,7 @@ impl<F: Format> Text<F> {
 macro_rules! step {
     ($c:literal, $w0:literal, $w1:literal) => {
         concat!(
-            ".if {words}\n", words!($c), "\n.else\n",
+            ".if {words}\n.if {nt} < 3\n", digits!($c, $w0, $w1), "\n.else\n", words!($c), "\n.endif\n.else\n",
             ".if ", $c, " & ({sub} - 1)\n",
             further!("vpmaddubsw", "vpaddw", $w0, $w1, concat!("16*", $c)),
             "\n.else\n",
@@ -69,21 +70,54 @@ macro_rules! step {
     };
 }
 
-/// The products of step `c`, its signed codes in 8 and 9, with activations widened to 16 bits. A byte becomes 256 times its value in one operation; 32 columns
-/// of such products fit into 32 bits.
+/// The products of step `c`, its codes in 8 and 9, with activations widened to 16 bits.
 #[rustfmt::skip]
 macro_rules! words {
     ($c:literal) => {
         concat!(
             ".if {table}\nvpshufb ymm8, ymm7, ymm8\nvpshufb ymm9, ymm7, ymm9\n.endif\n",
-            "vpsllw ymm14, ymm8, 8\nvpsllw ymm15, ymm9, 8\n",
+            "vpand ymm14, ymm8, ymmword ptr [{k} + 64]\nvpand ymm15, ymm9, ymmword ptr [{k} + 64]\n",
             ".if ", $c, "\n",
             further!("vpmaddwd", "vpaddd", "ymm14", "ymm15", concat!("32*", $c)),
             "\n.else\n",
             first!("vpmaddwd", "vpaddd", "ymm14", "ymm15", concat!("32*", $c), "{m}"),
             "\n.endif\n",
-            "vpand ymm8, ymm8, ymmword ptr [{k} + 64]\nvpand ymm9, ymm9, ymmword ptr [{k} + 64]\n",
+            "vpsrlw ymm8, ymm8, 8\nvpsrlw ymm9, ymm9, 8\n",
             further!("vpmaddwd", "vpaddd", "ymm8", "ymm9", concat!("32*", $c, " + 16")),
+        )
+    };
+}
+
+/// The same with the activations' digits, of one or two tokens: 32 columns of codes up to 255 times digits up to 8 fit into 16 bits, and codes need not be
+/// widened. The low digits' sums are where those of bytes are, the high ones' in registers 2, 3, 12 and 13.
+#[rustfmt::skip]
+macro_rules! digits {
+    ($c:literal, $w0:literal, $w1:literal) => {
+        concat!(
+            ".irp t,0,1,2,3\n.if (\\t & 1) < {nt}\n",
+            "vpbroadcastd ymm4, dword ptr [{a} + 32*", $c, " + 8 + 8*(\\t/2) + 4*\\t]\n",
+            ".if ", $c, "\n",
+            "vpmaddubsw ymm5, ", $w0, ", ymm4\nvpmaddubsw ymm4, ", $w1, ", ymm4\n",
+            "vpaddw ymm\\t, ymm\\t, ymm5\nvpaddw ymm1\\t, ymm1\\t, ymm4\n",
+            ".else\n",
+            "vpmaddubsw ymm\\t, ", $w0, ", ymm4\nvpmaddubsw ymm1\\t, ", $w1, ", ymm4\n",
+            ".endif\n.endif\n.endr",
+        )
+    };
+}
+
+/// The sums of digits put together.
+macro_rules! join_digits {
+    () => {
+        concat!(
+            tokens!(
+                "vpmaddwd ymm\\t, ymm\\t, ymmword ptr [{k} + 128]",
+                "vpmaddwd ymm1\\t, ymm1\\t, ymmword ptr [{k} + 128]"
+            ),
+            "\nvpmaddwd ymm2, ymm2, ymmword ptr [{k} + 96]\nvpmaddwd ymm12, ymm12, ymmword ptr [{k} + 96]\n",
+            "vpaddd ymm0, ymm0, ymm2\nvpaddd ymm10, ymm10, ymm12\n",
+            ".if {nt} == 2\nvpmaddwd ymm3, ymm3, ymmword ptr [{k} + 96]\nvpmaddwd ymm13, ymm13, ymmword ptr [{k} + 96]\n",
+            "vpaddd ymm1, ymm1, ymm3\nvpaddd ymm11, ymm11, ymm13\n.endif",
         )
     };
 }
@@ -179,22 +213,25 @@ macro_rules! nibbles {
     };
 }
 
+/// Step `c` of codes of eight bits.
+#[rustfmt::skip]
+macro_rules! byte {
+    ($c:literal) => { concat!(load!($c, "ymm8", "ymm9"), "\n", step!($c, "ymm8", "ymm9")) };
+}
+
 /// A unit, with as few registers as four tokens leave.
 #[rustfmt::skip]
 macro_rules! unit {
     () => {
         concat!(
-            ".if {words} && {bits} == 4\n",
+            ".if {words} && {bits} == 4 && {nt} > 2\n",
             low_bits!("0", "0"), high_bits!("4", "0", "4"), low_bits!("1", "1"), high_bits!("5", "1", "4"),
             low_bits!("2", "2"), high_bits!("6", "2", "4"), low_bits!("3", "3"), high_bits!("7", "3", "4"),
             ".endif\n",
             ".if {bits} == 8\n",
-            load!("0", "ymm8", "ymm9"), "\n", words!("0"), "\n", load!("1", "ymm8", "ymm9"), "\n", words!("1"), "\n",
-            load!("2", "ymm8", "ymm9"), "\n", words!("2"), "\n", load!("3", "ymm8", "ymm9"), "\n", words!("3"), "\n",
-            load!("4", "ymm8", "ymm9"), "\n", words!("4"), "\n", load!("5", "ymm8", "ymm9"), "\n", words!("5"), "\n",
-            load!("6", "ymm8", "ymm9"), "\n", words!("6"), "\n", load!("7", "ymm8", "ymm9"), "\n", words!("7"), "\n",
+            byte!("0"), byte!("1"), byte!("2"), byte!("3"), byte!("4"), byte!("5"), byte!("6"), byte!("7"),
             ".endif\n",
-            ".if {words} == 0 && {bits} == 4\n",
+            ".if ({words} == 0 || {nt} < 3) && {bits} == 4\n",
             load!("0", "ymm14", "ymm15"), "\n", nibbles!("0", "4", "ymm14", "ymm15"), load!("1", "ymm14", "ymm15"), "\n", nibbles!("1", "5", "ymm14", "ymm15"),
             load!("2", "ymm14", "ymm15"), "\n", nibbles!("2", "6", "ymm14", "ymm15"), load!("3", "ymm14", "ymm15"), "\n", nibbles!("3", "7", "ymm14", "ymm15"),
             ".endif\n",
@@ -240,7 +277,11 @@ macro_rules! block_kernel {
             masks!(),
             $($line,)*
             ".if {words}",
-            tokens!("vpsrad ymm\\t, ymm\\t, 8", "vpsrad ymm1\\t, ymm1\\t, 8"),
+            ".if {nt} < 3", join_digits!(), ".endif",
+            tokens!(
+                "vpbroadcastd ymm4, dword ptr [{m} + {i} + {offset} + 4*\\t]",
+                "vpaddd ymm\\t, ymm\\t, ymm4", "vpaddd ymm1\\t, ymm1\\t, ymm4"
+            ),
             ".else",
             tokens!("vpmaddwd ymm\\t, ymm\\t, ymmword ptr [{k} + 128]", "vpmaddwd ymm1\\t, ymm1\\t, ymmword ptr [{k} + 128]"),
             ".endif",
@@ -254,7 +295,7 @@ macro_rules! block_kernel {
             b = in(reg) $codes, a = in(reg) $acts.q[$acts.q.len() / 8 * $at..].as_ptr(), m = in(reg) $acts, s = in(reg) $scales, i = in(reg) 16 * $at,
             out = in(reg) $out.as_mut_ptr(), k = in(reg) Text::<$F>::CONSTANTS,
             nt = const $NT, shift = const $F::SHIFT, min = const $F::MIN as u32, super = const 0, sub = const 8,
-            words = const <$F::Family as Family>::WORDS as u32, f16 = const $F::HALF as u32, d_at = const size_of::<$F::Block>() - 32,
+            words = const <$F::Family as Family>::WORDS as u32, offset = const offset_of!(WordActs, offset), f16 = const $F::HALF as u32, d_at = const size_of::<$F::Block>() - 32,
             bits = const $F::UNIT.bits, codes = const 64 * $F::CODES, table = const $F::TABLE.is_some() as u32,
             minus_sum = const $minus_sum, d = const offset_of!($Acts, d), sum = const $sum,
             scale = const offset_of!(Scales, scale), mins = const offset_of!(Scales, min)
