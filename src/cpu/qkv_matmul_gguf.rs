@@ -4,7 +4,8 @@
 use super::cache_row;
 use super::isa::{Avx2, Avx512, Level};
 use super::qgemm::activations::{ByteBlocks, ByteSuper, CHUNK, Family, Layout, WordBlocks, WordSuper};
-use super::qgemm::float::FloatFormat;
+use super::qgemm::float::{FloatActs, FloatFormat};
+use super::qgemm::float_rows::RowActs;
 use super::qgemm::formats::Format;
 use super::qgemm::pack::RawRows;
 use super::qgemm::portable::Portable;
@@ -73,7 +74,8 @@ impl Scratch {
 }
 
 fn layout(a: &Args<'_>, p: &Projection<'_>) -> Layout {
-    qgemm::layout(p.weight.format.id, a.compute == Compute::F32)
+    let packed = matches!(p.weight.storage, Storage::Packed(_));
+    qgemm::layout(p.weight.format.id, a.compute == Compute::F32, packed)
 }
 
 /// Where a projection's rows go.
@@ -221,7 +223,8 @@ impl<I: Isa> Work for MakeActs<'_, I> {
             Layout::ByteSuper => qgemm::quantise_group::<I, ByteSuper<16>>(isa, tokens, cols, g, hidden, put!()),
             Layout::WordBlocks => qgemm::quantise_group::<I, WordBlocks>(isa, tokens, cols, g, hidden, put!()),
             Layout::WordSuper => qgemm::quantise_group::<I, WordSuper>(isa, tokens, cols, g, hidden, put!()),
-            Layout::Float => qgemm::interleave_group(isa, tokens, cols, g, hidden, put!()),
+            Layout::Float => qgemm::float_group::<I, FloatActs>(isa, tokens, cols, g, hidden, put!()),
+            Layout::FloatRows => qgemm::float_group::<I, RowActs>(isa, tokens, cols, g, hidden, put!()),
         }
     }
 }
@@ -347,15 +350,24 @@ impl<I: Isa, G: FloatFormat> Work for Floats<'_, I, G> {
     #[inline(always)]
     fn run(self) {
         let (task, count) = (&self.0, self.0.count());
-        // Few tokens: as for codes; and sums are chains of one addition a column, which wait less side by side.
-        let streams = if count <= 2 && matches!(task.source(), Source::Packed(_)) { qgemm::STREAMS } else { 1 };
-        for first in task.groups.clone().step_by(streams) {
-            let groups = first..task.groups.end.min(first + streams);
-            let (source, cols) = (task.source(), task.projection.weight.cols);
-            let scratch = task.scratch();
-            let out =
-                qgemm::row_groups_float::<I, G>(task.isa, source, groups.clone(), cols, task.acts(), count, scratch);
-            task.finish(groups, out);
+        let (isa, groups, cols) = (task.isa, task.groups.clone(), task.projection.weight.cols);
+        match task.source() {
+            Source::Packed(packed) => {
+                // Few tokens: as for codes; and sums are chains of one addition a column, which wait less side by side.
+                let streams = if count <= 2 { qgemm::STREAMS } else { 1 };
+                for first in groups.clone().step_by(streams) {
+                    let (groups, scratch) = (first..groups.end.min(first + streams), task.scratch());
+                    let out =
+                        qgemm::row_groups_float::<I, G>(isa, packed, groups.clone(), cols, task.acts(), count, scratch);
+                    task.finish(groups, out);
+                }
+            }
+            Source::Raw(raw) => {
+                for g in groups {
+                    let out = qgemm::row_group_float::<I, G>(isa, raw, g, cols, task.acts(), count, task.scratch());
+                    task.finish(g..g + 1, out);
+                }
+            }
         }
     }
 }

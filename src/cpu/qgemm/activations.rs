@@ -1,6 +1,8 @@
 //! Activations as the tile kernels read them: symmetric 8-bit codes, `x ~ d * q` with `|q| <= 127`, in groups of four tokens and chunks
 //! of 256 columns, with the sums that offsets and mins of the weights need.
 
+use super::float::FloatActs;
+use super::float_rows::RowActs;
 use super::formats::{Format, Scales, Tile};
 use super::lanes::Lanes;
 use super::{Isa, STREAMS, Stream, TOKENS};
@@ -126,6 +128,13 @@ pub trait Family: 'static {
         Self: Sized;
 }
 
+/// A chunk of four tokens that stays floats.
+pub trait FloatChunk: Copy {
+    const ZERO: Self;
+    /// Puts token `t` of the four in its place.
+    fn put(&mut self, t: usize, x: &[f32; CHUNK]);
+}
+
 /// The activation layouts a call may need; each is made once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
@@ -134,11 +143,18 @@ pub enum Layout {
     WordBlocks,
     WordSuper,
     Float,
+    FloatRows,
 }
 
 impl Layout {
-    pub const ALL: [Layout; 5] =
-        [Layout::ByteBlocks, Layout::ByteSuper, Layout::WordBlocks, Layout::WordSuper, Layout::Float];
+    pub const ALL: [Layout; 6] = [
+        Layout::ByteBlocks,
+        Layout::ByteSuper,
+        Layout::WordBlocks,
+        Layout::WordSuper,
+        Layout::Float,
+        Layout::FloatRows,
+    ];
 
     /// Bytes of one chunk of four tokens.
     pub const fn bytes(self) -> usize {
@@ -146,7 +162,8 @@ impl Layout {
             Layout::ByteBlocks => size_of::<ByteActs>(),
             Layout::ByteSuper => size_of::<SuperActs>(),
             Layout::WordBlocks | Layout::WordSuper => size_of::<WordActs>(),
-            Layout::Float => size_of::<super::float::FloatActs>(),
+            Layout::Float => size_of::<FloatActs>(),
+            Layout::FloatRows => size_of::<RowActs>(),
         }
     }
 }

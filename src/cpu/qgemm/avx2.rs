@@ -21,11 +21,12 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::activations::{ByteActs, CHUNK, Codes, Family, SuperActs, TINY, WordActs};
-use super::float::{FloatActs, FloatFormat, FloatTile, ask_ahead};
+use super::float::{FloatActs, FloatFormat, FloatTile};
+use super::float_rows::{LANES, RowActs, SixteenRows, Sums, TOGETHER};
 use super::formats::{Format, Gguf, Scales, Tile};
 use super::lanes::{Bits, Lanes};
 use super::pack::RawRows;
-use super::{Ahead, Isa, STREAMS, Scratch, Stream, Work, rowwise};
+use super::{Ahead, Isa, STREAMS, Scratch, Stream, TOKENS, Work, rowwise};
 use crate::cpu::isa::Avx2;
 use std::ops::Range;
 
@@ -346,74 +347,97 @@ fn float<const NT: usize>(
     }
 }
 
-/// Naively: for each row and column, `sum[row] += w[row][column] * x[column]`. Sixteen rows are summed side by side, so that each has the chain of additions
-/// of a packed one; eight columns of eight rows are transposed on the way.
-///
-/// # Safety
-/// As [`Isa::float_rows`].
+/// The products of tokens `first_token ..+NT` of the `fours` groups of four, four rows at a time: twelve sums on their way for three tokens, as an addition
+/// waits for the one before it.
+#[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn float_rows<F: FloatFormat>(
+fn float_rows<F: FloatFormat, const NT: usize>(
     isa: Avx2,
-    rows: *const u8,
-    stride: usize,
+    rows: SixteenRows<'_>,
     cols: usize,
-    acts: &FloatActs,
-    out: &mut [f32; 16],
+    acts: &[RowActs],
+    fours: usize,
+    first_token: usize,
+    sums: &mut [Sums; NT],
 ) {
-    // A cache line of eight rows at a time: where rows lie 4096 bytes apart, no more than eight of their lines fit into L1 together.
+    const STEPS: usize = CHUNK / LANES;
     let size = size_of::<F::Element>();
-    let per_line = 64 / size;
-    let mut acc = [_mm256_setzero_ps(); 2];
-    for (line, x) in acts.x[..cols].chunks(per_line).enumerate() {
-        ask_ahead(isa, rows, stride, cols * size, line, cols.div_ceil(per_line));
-        for h in 0..2 {
-            for (i, x) in x.as_chunks::<8>().0.iter().enumerate() {
-                let v = each!([0, 1, 2, 3, 4, 5, 6, 7] r => {
-                    // SAFETY: by contract.
-                    unsafe { eight::<F>(rows.add((8 * h + r) * stride + 64 * line + 8 * i * size)) }
-                });
-                for (w, x) in transpose_floats(v).into_iter().zip(x) {
-                    acc[h] = _mm256_fmadd_ps(w, _mm256_set1_ps(x[0]), acc[h]);
+    assert!(15 * rows.stride + cols * size <= rows.data.len() && cols <= acts.len() / fours * CHUNK);
+    let per_line = 64 / (LANES * size);
+    for first in (0..16).step_by(4) {
+        let row: [*const u8; 4] = std::array::from_fn(|r| rows.data.as_ptr().wrapping_add((first + r) * rows.stride));
+        let mut acc: [[__m256; 4]; NT] = std::array::from_fn(|t| std::array::from_fn(|r| load8(&sums[t][first + r])));
+        for (chunk, acts) in acts.chunks_exact(fours).enumerate() {
+            let x: [&[f32; CHUNK]; NT] = std::array::from_fn(|t| {
+                let t = first_token + t;
+                &acts[t / TOKENS].x[t % TOKENS]
+            });
+            let at = chunk * STEPS;
+            for i in 0..STEPS.min(cols / LANES - at) {
+                let offset = (at + i) * LANES * size;
+                if first_token == 0 {
+                    // In the steps of a cache line, the four rows' next ones.
+                    for r in (i % per_line..4).step_by(per_line) {
+                        isa.prefetch(row[r].wrapping_add(offset + rows.ahead));
+                    }
+                }
+                // SAFETY: eight columns of each token.
+                let x: [__m256; NT] = std::array::from_fn(|t| unsafe { _mm256_loadu_ps(x[t].as_ptr().add(LANES * i)) });
+                for r in 0..4 {
+                    // SAFETY: these columns and rows are there, as asserted.
+                    let w = unsafe { eight::<F>(row[r].add(offset)) };
+                    for t in 0..NT {
+                        acc[t][r] = _mm256_fmadd_ps(w, x[t], acc[t][r]);
+                    }
                 }
             }
         }
+        for t in 0..NT {
+            for r in 0..4 {
+                // SAFETY: eight floats.
+                unsafe { _mm256_storeu_ps(sums[t][first + r].as_mut_ptr(), acc[t][r]) };
+            }
+        }
     }
-    let o = halves(out);
-    store_halves([_mm256_add_ps(o[0], acc[0]), _mm256_add_ps(o[1], acc[1])], out);
 }
 
-/// Eight columns of a row.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn add_lanes(sums: &Sums) -> [f32; 16] {
+    let mut out = [0.0; 16];
+    for (out, v) in out.as_chunks_mut::<4>().0.iter_mut().zip(sums.as_chunks::<4>().0) {
+        let [a, b, c, d] = each!([0, 1, 2, 3] i => load8(&v[i]));
+        let fours = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+        let four = _mm_add_ps(_mm256_castps256_ps128(fours), _mm256_extractf128_ps::<1>(fours));
+        // SAFETY: four floats.
+        unsafe { _mm_storeu_ps(out.as_mut_ptr(), four) };
+    }
+    out
+}
+
+/// Eight columns of a row. Assembly: the compiler would load all rows' first, and spill the sums.
 ///
 /// # Safety
 /// They can be read.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn eight<F: FloatFormat>(p: *const u8) -> __m256 {
-    // SAFETY: by contract.
+    let w: __m256;
+    macro_rules! load {
+        ($($line:literal),*) => {
+            asm!($($line,)* w = out(ymm_reg) w, p = in(reg) p, options(readonly, nostack, preserves_flags))
+        };
+    }
+    // SAFETY: reads them, by contract.
     unsafe {
         if size_of::<F::Element>() == 4 {
-            _mm256_loadu_ps(p.cast())
+            load!("vmovups {w}, [{p}]");
         } else if F::HALF {
-            _mm256_cvtph_ps(_mm_loadu_si128(p.cast()))
+            load!("vcvtph2ps {w}, [{p}]");
         } else {
-            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()))))
+            load!("vpmovzxwd {w}, [{p}]", "vpslld {w}, {w}, 16");
         }
     }
-}
-
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn transpose_floats(v: [__m256; 8]) -> [__m256; 8] {
-    // Pairs of rows, then fours within each 128 bits, then both halves.
-    let pairs = each!([0, 2, 4, 6] r => [_mm256_unpacklo_ps(v[r], v[r + 1]), _mm256_unpackhi_ps(v[r], v[r + 1])]);
-    let fours = each!([[0, 0], [0, 1], [2, 0], [2, 1]] at => {
-        let (a, b) = (pairs[at[0]][at[1]], pairs[at[0] + 1][at[1]]);
-        [_mm256_shuffle_ps::<0b01_00_01_00>(a, b), _mm256_shuffle_ps::<0b11_10_11_10>(a, b)]
-    });
-    each!([0, 1, 2, 3, 4, 5, 6, 7] i => {
-        let (low, high) = (fours[i % 4 / 2][i % 2], fours[2 + i % 4 / 2][i % 2]);
-        if i < 4 { _mm256_permute2f128_ps::<0x20>(low, high) } else { _mm256_permute2f128_ps::<0x31>(low, high) }
-    })
+    w
 }
 
 /// As `activations::quantise`.
@@ -533,7 +557,7 @@ fn enter(work: impl Work) {
 macro_rules! with_tokens {
     ($n:literal, $out:expr, |$nt:ident, $o:ident| $call:expr) => {{
         const $nt: usize = $n;
-        let $o: &mut [[f32; 16]; $nt] = (&mut $out[..$nt]).try_into().expect("as many rows as tokens");
+        let $o: &mut [_; $nt] = (&mut $out[..$nt]).try_into().expect("as many rows as tokens");
         // SAFETY: an `Avx2` exists only where the CPU has these features.
         unsafe { $call }
     }};
@@ -627,19 +651,25 @@ impl Isa for Avx2 {
     ) {
         fused!(out, |NT| fused::word_blocks::<F, NT>(self, streams, scales, acts, out));
     }
-    const FLOAT_ROWS: bool = true;
-
     #[inline(always)]
-    unsafe fn float_rows<F: FloatFormat>(
-        self,
-        rows: *const u8,
-        stride: usize,
-        cols: usize,
-        acts: &FloatActs,
-        out: &mut [f32; 16],
-    ) {
-        // SAFETY: an `Avx2` exists only where the CPU has these features; the rest by contract.
-        unsafe { float_rows::<F>(self, rows, stride, cols, acts, out) }
+    fn float_rows<F: FloatFormat>(self, rows: SixteenRows<'_>, cols: usize, acts: &[RowActs], sums: &mut [Sums]) {
+        let fours = sums.len().div_ceil(TOKENS);
+        let mut t = 0;
+        while t < sums.len() {
+            // Not one alone: it would wait for its own additions.
+            let count = match sums.len() - t {
+                4 => 2,
+                left => left.min(TOGETHER),
+            };
+            let sums = &mut sums[t..t + count];
+            by_tokens!(sums, |NT, o| float_rows::<F, NT>(self, rows, cols, acts, fours, t, o));
+            t += count;
+        }
+    }
+    #[inline(always)]
+    fn add_lanes(self, sums: &Sums) -> [f32; 16] {
+        // SAFETY: an `Avx2` exists only where the CPU has these features.
+        unsafe { add_lanes(sums) }
     }
     #[inline(always)]
     fn quantise(self, x: &[f32; CHUNK], act_block: usize, out: &mut Codes) {

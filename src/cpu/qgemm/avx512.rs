@@ -13,7 +13,8 @@ use std::arch::x86_64::*;
 
 use super::activations::{ByteActs, Family, SuperActs, WordActs};
 use super::avx2::opaque;
-use super::float::{FloatActs, FloatTile};
+use super::float::{FloatActs, FloatFormat, FloatTile};
+use super::float_rows::{RowActs, SixteenRows, Sums};
 use super::formats::{Emit, Format, Scales, Tile};
 use super::lanes::{Bits, Lanes};
 use super::pack::RawRows;
@@ -609,6 +610,14 @@ impl Isa for Avx512 {
     #[inline(always)]
     fn float(self, tile: &FloatTile, acts: &FloatActs, cols: usize, ahead: Ahead, out: &mut [[f32; 16]]) {
         by_tokens!(out, |NT, o| float::<1, NT>(self, tile, std::array::from_ref(acts), cols, ahead, o));
+    }
+    #[inline(always)]
+    fn float_rows<F: FloatFormat>(self, rows: SixteenRows<'_>, cols: usize, acts: &[RowActs], sums: &mut [Sums]) {
+        self.avx2().float_rows::<F>(rows, cols, acts, sums);
+    }
+    #[inline(always)]
+    fn add_lanes(self, sums: &Sums) -> [f32; 16] {
+        self.avx2().add_lanes(sums)
     }
     #[inline(always)]
     fn floats(self, tile: &FloatTile, acts: &[FloatActs], cols: usize, ahead: Ahead, out: &mut [[f32; 16]]) {

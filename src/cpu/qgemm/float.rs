@@ -1,11 +1,10 @@
-//! Products in f32: weights decoded to floats, activations as they are. For COMPUTE_F32, and for weights that are floats already.
+//! Products in f32: weights decoded to floats, activations as they are. For COMPUTE_F32, and for packed weights that are floats already.
 
-use super::activations::{CHUNK, Family, Layout};
+use super::activations::{CHUNK, Family, FloatChunk};
 use super::formats::{Format, Tile};
-use super::lanes::{Bits, Lanes};
+use super::lanes::Lanes;
 use super::pack::RawRows;
-use super::{Isa, ROWS, STREAMS, TOKENS, Work};
-use std::marker::PhantomData;
+use super::{Isa, ROWS, STREAMS, TOKENS};
 
 /// Sixteen rows by 256 columns, decoded: `w[column][row]`.
 #[derive(Clone, Copy)]
@@ -27,8 +26,12 @@ pub struct FloatActs {
     pub x: [[f32; TOKENS]; CHUNK],
 }
 
-impl FloatActs {
-    pub const LAYOUT: Layout = Layout::Float;
+impl FloatChunk for FloatActs {
+    const ZERO: Self = Self { x: [[0.0; TOKENS]; CHUNK] };
+    #[inline(always)]
+    fn put(&mut self, t: usize, x: &[f32; CHUNK]) {
+        self.x.iter_mut().zip(x).for_each(|(to, x)| to[t] = *x);
+    }
 }
 
 /// Decodes `steps` four-column steps of an unpacked tile.
@@ -71,8 +74,7 @@ pub trait FloatFormat: 'static {
     const HALF: bool = false;
     fn from_le(bytes: &[u8]) -> Self::Element;
     fn decode<V: Lanes>(plane: &[Self::Element; 16], h: usize) -> V::F;
-    /// The columns that a dword of each row holds, as floats.
-    fn decode_dwords<V: Lanes>(v: V, h: usize, out: &mut [[f32; 16]]);
+    fn to_f32(v: Self::Element) -> f32;
 }
 
 pub struct F32;
@@ -90,8 +92,8 @@ impl FloatFormat for F32 {
         V::load_f32(plane, h)
     }
     #[inline(always)]
-    fn decode_dwords<V: Lanes>(v: V, h: usize, out: &mut [[f32; 16]]) {
-        v.store(bits(&mut out[0]), h);
+    fn to_f32(v: f32) -> f32 {
+        v
     }
 }
 
@@ -107,9 +109,8 @@ impl FloatFormat for F16 {
         V::load_f16(plane, h)
     }
     #[inline(always)]
-    fn decode_dwords<V: Lanes>(v: V, h: usize, out: &mut [[f32; 16]]) {
-        V::store_f32(v.low_f16(), &mut out[0], h);
-        V::store_f32(v.high_f16(), &mut out[1], h);
+    fn to_f32(v: u16) -> f32 {
+        half::f16::from_bits(v).to_f32()
     }
 }
 
@@ -124,28 +125,21 @@ impl FloatFormat for Bf16 {
         V::load_bf16(plane, h)
     }
     #[inline(always)]
-    fn decode_dwords<V: Lanes>(v: V, h: usize, out: &mut [[f32; 16]]) {
-        v.shl(16).store(bits(&mut out[0]), h);
-        v.and(V::splat(0xffff_0000)).store(bits(&mut out[1]), h);
+    fn to_f32(v: u16) -> f32 {
+        half::bf16::from_bits(v).to_f32()
     }
 }
 
+/// The rows `16 group ..+16`, transposed; rows past the end become zeros.
 #[inline(always)]
-fn bits(plane: &mut [f32; 16]) -> &mut [u32; 16] {
-    // SAFETY: the same size and alignment, and any bits are a float.
-    unsafe { &mut *std::ptr::from_mut(plane).cast() }
-}
-
-/// Columns `first ..first + out.len()` of the rows `16 group ..+16`, transposed; rows past the end become zeros.
-#[inline(always)]
-pub fn pack_columns<F: FloatFormat>(raw: RawRows<'_>, group: usize, first: usize, out: &mut [[F::Element; 16]]) {
+pub fn pack_columns<F: FloatFormat>(raw: RawRows<'_>, group: usize, out: &mut [[F::Element; 16]]) {
     let size = size_of::<F::Element>();
     let rows = ROWS.min(raw.rows - ROWS * group);
     if rows < ROWS {
         out.fill([F::from_le(&[0; 4]); 16]);
     }
     for r in 0..rows {
-        let row = &raw.row(ROWS * group + r, (first + out.len()) * size)[first * size..];
+        let row = raw.row(ROWS * group + r, out.len() * size);
         for (plane, v) in out.iter_mut().zip(row.chunks_exact(size)) {
             plane[r] = F::from_le(v);
         }
@@ -158,64 +152,6 @@ pub fn decode_columns<I: Isa, F: FloatFormat>(_isa: I, planes: &[[F::Element; 16
         for h in 0..I::V::HALVES {
             <I::V as Lanes>::store_f32(F::decode::<I::V>(plane, h), w, h);
         }
-    }
-}
-
-/// The bytes `at ..at + len` of the first of the rows `16 group ..+16`, all of which have them.
-#[inline(always)]
-pub fn sixteen_rows(raw: RawRows<'_>, group: usize, at: usize, len: usize) -> *const u8 {
-    let [first, _last] = [0, ROWS - 1].map(|r| &raw.row(ROWS * group + r, at + len)[at..]);
-    first.as_ptr()
-}
-
-/// In the course of `steps` steps, asks for what follows `len` bytes in each of sixteen rows.
-#[inline(always)]
-pub fn ask_ahead<I: Isa>(isa: I, rows: *const u8, stride: usize, len: usize, step: usize, steps: usize) {
-    for r in ROWS * step / steps..ROWS * (step + 1) / steps {
-        for line in 0..len.div_ceil(64) {
-            isa.prefetch(rows.wrapping_add(r * stride + len + 64 * line));
-        }
-    }
-}
-
-/// Decodes columns `first ..first + count` of the rows `16 group ..+16` as they lie; rows past the end become zeros. As `pack_blocks`, squares of dwords are
-/// transposed in registers, while each row's next columns are asked for.
-pub struct DecodeRows<'a, I, F> {
-    pub isa: I,
-    pub raw: RawRows<'a>,
-    pub group: usize,
-    pub first: usize,
-    pub count: usize,
-    pub tile: &'a mut FloatTile,
-    pub format: PhantomData<F>,
-}
-
-impl<I: Isa, F: FloatFormat> Work for DecodeRows<'_, I, F> {
-    #[inline(always)]
-    fn run(self) {
-        let DecodeRows { isa, raw, group, first, count, tile, .. } = self;
-        let (size, stride) = (size_of::<F::Element>(), raw.row_bytes);
-        let per_square = 16 / size;
-        let whole = if raw.rows < ROWS * (group + 1) { 0 } else { count / per_square * per_square };
-        if whole > 0 {
-            let base = sixteen_rows(raw, group, first * size, whole * size);
-            for (j, out) in tile.w[..whole].chunks_exact_mut(per_square).enumerate() {
-                ask_ahead(isa, base, stride, whole * size, j, whole / per_square);
-                let mut planes = [[0; ROWS]; 4];
-                for h in 0..2 {
-                    // SAFETY: the first and the last of the 16 rows hold these columns, so all do.
-                    unsafe { isa.transpose(base.add(8 * h * stride + 16 * j), stride, &mut planes, h) };
-                }
-                for (plane, out) in planes.iter().zip(out.chunks_exact_mut(per_square / 4)) {
-                    for h in 0..I::V::HALVES {
-                        F::decode_dwords(I::V::load(plane, h), h, out);
-                    }
-                }
-            }
-        }
-        let rest = &mut [[F::from_le(&[0; 4]); ROWS]; CHUNK][..count - whole];
-        pack_columns::<F>(raw, group, first + whole, rest);
-        decode_columns::<I, F>(isa, rest, &mut tile.w[whole..]);
     }
 }
 

@@ -15,7 +15,7 @@
 //!
 //! Order of additions: integer sums are exact within a block (or super-block); the floats of blocks are added in ascending k, one fused
 //! multiply-add after the other, for every number of tokens, tile, task and thread count. A row's result is therefore the same
-//! bits alone and in any batch, packed or borrowed.
+//! bits alone and in any batch, packed or borrowed; of weights that are floats, borrowed ones have an order of their own (`float_rows`).
 
 #![allow(clippy::needless_range_loop, reason = "an index runs over several arrays at once")]
 
@@ -50,14 +50,16 @@ pub mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512;
 pub mod float;
+pub mod float_rows;
 pub mod formats;
 pub mod lanes;
 pub mod pack;
 pub mod portable;
 pub mod rowwise;
 
-use activations::{ByteActs, CHUNK, Codes, Family, Layout, SuperActs, WordActs};
-use float::{DecodeRows, FloatActs, FloatFormat, FloatTile, decode_columns, decode_tile, pack_columns};
+use activations::{ByteActs, CHUNK, Codes, Family, FloatChunk, Layout, SuperActs, WordActs};
+use float::{FloatActs, FloatFormat, FloatTile, decode_columns, decode_tile, pack_columns};
+use float_rows::{Padded, RowActs, SixteenRows, Sums};
 use formats::{Format, Scales, Tile};
 use lanes::Lanes;
 use pack::{RawRows, blocks_per_row, interleave};
@@ -146,22 +148,10 @@ pub trait Isa: Copy + Send + Sync + 'static {
         unreachable!("ROWWISE is false")
     }
 
-    /// Whether [`Isa::float_rows`] is there, for columns in whole eights.
-    const FLOAT_ROWS: bool = false;
-    /// `out[row] += ` the product of sixteen raw rows with one token, as [`Isa::float`] adds it up.
-    ///
-    /// # Safety
-    /// Sixteen rows, `stride` bytes apart, hold `cols` columns.
-    unsafe fn float_rows<F: FloatFormat>(
-        self,
-        _rows: *const u8,
-        _stride: usize,
-        _cols: usize,
-        _acts: &FloatActs,
-        _out: &mut [f32; ROWS],
-    ) {
-        unreachable!("FLOAT_ROWS is false")
-    }
+    /// `sums[token][row] += ` the products of sixteen rows of floats with `acts[chunk][group of four]`, of a multiple of [`float_rows::LANES`] columns.
+    fn float_rows<F: FloatFormat>(self, rows: SixteenRows<'_>, cols: usize, acts: &[RowActs], sums: &mut [Sums]);
+    /// The sum of each row's lanes.
+    fn add_lanes(self, sums: &Sums) -> [f32; ROWS];
 
     #[inline(always)]
     fn quantise(self, x: &[f32; CHUNK], act_block: usize, out: &mut Codes) {
@@ -282,25 +272,23 @@ pub fn quantise_group<I: Isa, Fam: Family>(
     }
 }
 
-/// The same for the f32 path.
+/// The same for activations that stay floats.
 #[inline(always)]
-pub fn interleave_group<I: Isa>(
+pub fn float_group<I: Isa, A: FloatChunk>(
     isa: I,
     tokens: Tokens,
     cols: usize,
     g: usize,
     rows: &impl Rows,
-    mut put: impl FnMut(usize, &FloatActs),
+    mut put: impl FnMut(usize, &A),
 ) {
-    let mut acts = FloatActs { x: [[0.0; TOKENS]; CHUNK] };
+    let (mut acts, mut x) = (A::ZERO, [0.0; CHUNK]);
     for chunk in 0..tokens.chunks {
-        let mut x = [0.0; CHUNK];
         let len = CHUNK.min(cols - CHUNK * chunk);
+        x[len..].fill(0.0);
         for (i, t) in (TOKENS * g..tokens.count.min(TOKENS * (g + 1))).enumerate() {
             rows.load(isa, t, CHUNK * chunk, &mut x[..len]);
-            for (acts, x) in acts.x.iter_mut().zip(x) {
-                acts[i] = x;
-            }
+            acts.put(i, &x);
         }
         put(tokens.index(g, chunk), &acts);
     }
@@ -320,6 +308,9 @@ pub struct Scratch {
     pub tile: Tile,
     pub scales: [Scales; STREAMS],
     pub decoded: FloatTile,
+    /// Of borrowed rows of floats; the sums `[token]`.
+    pub padded: Padded,
+    pub sums: [Sums; MAX_BLOCK],
     /// One chunk of raw weights, interleaved.
     pub packed: [Chunk; STREAMS],
     pub rowwise: rowwise::Room,
@@ -478,10 +469,6 @@ pub struct Ahead {
 }
 
 impl Ahead {
-    /// Asks again and again for what is there: an address of no page would be looked up each time.
-    fn nothing<T>(there: &T) -> Self {
-        Self { at: std::ptr::from_ref(there).cast(), step: 0 }
-    }
     /// As many values as there are columns.
     pub fn columns<T>(at: *const T) -> Self {
         Self { at: at.cast(), step: size_of::<T>() }
@@ -563,11 +550,11 @@ fn packed_columns<F: FloatFormat>(
     unsafe { std::slice::from_raw_parts(chunk.as_ptr().cast(), count) }
 }
 
-/// As [`row_groups`], for float weights; two row groups together where there are no more than two tokens.
+/// As [`row_groups`], for packed float weights; two row groups together where there are no more than two tokens.
 #[inline(always)]
 pub fn row_groups_float<'s, I: Isa, F: FloatFormat>(
     isa: I,
-    source: Source<'_>,
+    packed: &[u8],
     groups: Range<usize>,
     cols: usize,
     acts: &[FloatActs],
@@ -580,45 +567,39 @@ pub fn row_groups_float<'s, I: Isa, F: FloatFormat>(
     for (chunk, acts) in acts.chunks_exact(tokens.div_ceil(TOKENS)).enumerate() {
         let first = chunk * CHUNK;
         let count = CHUNK.min(cols - first);
-        match source {
-            Source::Packed(bytes) if tokens <= I::FUSED.min(TOKENS) => {
-                let mut streams: [&[[F::Element; ROWS]]; STREAMS] = [&[]; STREAMS];
-                for (s, group) in streams.iter_mut().zip(groups.clone()) {
-                    *s = packed_columns::<F>(bytes, group, cols, first, count);
-                }
-                float::fused::<I, F>(isa, streams, groups.len(), &acts[0], out);
-                continue;
+        if tokens <= I::FUSED.min(TOKENS) {
+            let mut streams: [&[[F::Element; ROWS]]; STREAMS] = [&[]; STREAMS];
+            for (s, group) in streams.iter_mut().zip(groups.clone()) {
+                *s = packed_columns::<F>(packed, group, cols, first, count);
             }
-            _ => {}
+            float::fused::<I, F>(isa, streams, groups.len(), &acts[0], out);
+            continue;
         }
         for (group, out) in groups.clone().zip(out.chunks_exact_mut(tokens)) {
-            let mut ahead = Ahead::nothing(decoded);
-            match source {
-                Source::Packed(bytes) => {
-                    let columns = packed_columns::<F>(bytes, group, cols, first, count);
-                    decode_columns::<I, F>(isa, columns, &mut decoded.w);
-                    ahead = Ahead::columns(columns.as_ptr().wrapping_add(count));
-                }
-                Source::Raw(raw)
-                    if I::Narrow::FLOAT_ROWS
-                        && tokens == 1
-                        && count.is_multiple_of(8)
-                        && ROWS * (group + 1) <= raw.rows =>
-                {
-                    let size = size_of::<F::Element>();
-                    let rows = float::sixteen_rows(raw, group, first * size, count * size);
-                    // SAFETY: they hold these columns.
-                    unsafe { isa.narrow().float_rows::<F>(rows, raw.row_bytes, count, &acts[0], &mut out[0]) };
-                    continue;
-                }
-                Source::Raw(raw) => {
-                    let isa = isa.narrow();
-                    let tile = &mut *decoded;
-                    isa.enter(DecodeRows::<I::Narrow, F> { isa, raw, group, first, count, tile, format: PhantomData });
-                }
-            }
-            isa.floats(decoded, acts, count, ahead, out);
+            let columns = packed_columns::<F>(packed, group, cols, first, count);
+            decode_columns::<I, F>(isa, columns, &mut decoded.w);
+            isa.floats(decoded, acts, count, Ahead::columns(columns.as_ptr().wrapping_add(count)), out);
         }
+    }
+    out
+}
+
+/// As [`row_groups`], for one row group of borrowed float weights.
+#[inline(always)]
+pub fn row_group_float<'s, I: Isa, F: FloatFormat>(
+    isa: I,
+    raw: RawRows<'_>,
+    group: usize,
+    cols: usize,
+    acts: &[RowActs],
+    tokens: usize,
+    scratch: &'s mut Scratch,
+) -> &'s mut [[f32; ROWS]] {
+    let Scratch { padded, sums, out, .. } = scratch;
+    let (sums, out) = (&mut sums[..tokens], &mut out[..tokens]);
+    float_rows::multiply::<I, F>(isa, raw, group, cols, acts, padded, sums);
+    for (out, sums) in out.iter_mut().zip(sums) {
+        *out = isa.add_lanes(sums);
     }
     out
 }
@@ -665,8 +646,10 @@ macro_rules! with_gguf_format {
 }
 
 /// The activation layout a weight reads.
-pub fn layout(format: i32, f32_compute: bool) -> Layout {
-    with_gguf_format!(format, F => if f32_compute { Layout::Float } else { <<F as Format>::Family as Family>::LAYOUT }, _G => Layout::Float)
+pub fn layout(format: i32, f32_compute: bool, packed: bool) -> Layout {
+    with_gguf_format!(format,
+        F => if f32_compute { Layout::Float } else { <<F as Format>::Family as Family>::LAYOUT },
+        _G => if packed { Layout::Float } else { Layout::FloatRows })
 }
 
 /// Bytes of a packed copy.
@@ -724,6 +707,6 @@ pub fn pack_group<I: Isa>(isa: I, format: i32, raw: RawRows<'_>, cols: usize, gr
     }, G => {
         assert_eq!(out.len(), cols * size_of::<[<G as FloatFormat>::Element; ROWS]>());
         // SAFETY: as above.
-        pack_columns::<G>(raw, group, 0, unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), cols) });
+        pack_columns::<G>(raw, group, unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), cols) });
     })
 }

@@ -1,11 +1,12 @@
 //! The tile kernels in plain Rust, for CPUs without one of their own: the same integers, floats without fused multiply-add.
 
-use super::activations::{ByteActs, SuperActs, WordActs};
-use super::float::{FloatActs, FloatTile};
+use super::activations::{ByteActs, CHUNK, SuperActs, WordActs};
+use super::float::{FloatActs, FloatFormat, FloatTile};
+use super::float_rows::{LANES, RowActs, SixteenRows, Sums};
 use super::formats::Format;
 use super::formats::Tile;
 use super::lanes::Plain;
-use super::{Ahead, Isa, ROWS, Work};
+use super::{Ahead, Isa, ROWS, TOKENS, Work};
 
 #[derive(Clone, Copy, Debug)]
 pub struct Portable;
@@ -111,5 +112,26 @@ impl Isa for Portable {
                 *y += acc;
             }
         }
+    }
+    fn float_rows<F: FloatFormat>(self, rows: SixteenRows<'_>, cols: usize, acts: &[RowActs], sums: &mut [Sums]) {
+        let size = size_of::<F::Element>();
+        for (chunk, acts) in acts.chunks_exact(sums.len().div_ceil(TOKENS)).enumerate() {
+            let at = chunk * CHUNK;
+            let count = CHUNK.min(cols - at);
+            for (sums, x) in sums.iter_mut().zip(acts.iter().flat_map(|acts| &acts.x)) {
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let w = &rows.data[r * rows.stride + at * size..][..count * size];
+                    for (w, x) in w.chunks_exact(LANES * size).zip(x.as_chunks::<LANES>().0) {
+                        for ((sum, w), x) in sums.iter_mut().zip(w.chunks_exact(size)).zip(x) {
+                            *sum += F::to_f32(F::from_le(w)) * x;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn add_lanes(self, sums: &Sums) -> [f32; ROWS] {
+        sums.map(|[a, b, c, d, e, f, g, h]| ((a + b) + (c + d)) + ((e + f) + (g + h)))
     }
 }

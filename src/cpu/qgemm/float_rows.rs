@@ -1,0 +1,106 @@
+//! Products of borrowed weights that are floats, taken as they lie.
+//!
+//! Naively, `y[t][row] = sum_k w[row][k] * x[t][k]`. A vector is eight columns of a row, an accumulator a row and a token, and its eight lanes are added up at
+//! the end of the row: to put sixteen rows side by side, as packed ones lie, takes longer than the product of four tokens.
+//!
+//! Order of additions: columns 0, 8, 16 ... make one sum, 1, 9, 17 ... the next, each a chain of fused multiply-adds, and the eight sums are added in pairs:
+//! `((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))`.
+
+use super::activations::{CHUNK, FloatChunk};
+use super::float::{F32, FloatFormat};
+use super::pack::RawRows;
+use super::{Isa, ROWS, TOKENS};
+
+/// Columns of a vector; rows that end within one are continued with zeros.
+pub const LANES: usize = 8;
+/// Tokens that the kernel takes together.
+pub const TOGETHER: usize = 3;
+
+/// One chunk of four tokens: `x[token][column]`.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct RowActs {
+    pub x: [[f32; CHUNK]; TOKENS],
+}
+
+impl FloatChunk for RowActs {
+    const ZERO: Self = Self { x: [[0.0; CHUNK]; TOKENS] };
+    #[inline(always)]
+    fn put(&mut self, t: usize, x: &[f32; CHUNK]) {
+        self.x[t] = *x;
+    }
+}
+
+/// What the lanes of sixteen rows' accumulators hold.
+pub type Sums = [[f32; LANES]; ROWS];
+
+/// Sixteen rows from some column on.
+#[derive(Clone, Copy)]
+pub struct SixteenRows<'a> {
+    pub data: &'a [u8],
+    /// Bytes from one row to the next.
+    pub stride: usize,
+    /// Bytes from what is read now to what will be wanted soon.
+    pub ahead: usize,
+}
+
+/// Room for a chunk of rows that are not sixteen, or end within a vector.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct Padded([[[u8; 4]; CHUNK]; ROWS]);
+
+impl Padded {
+    /// Columns `first ..first + count` of a row group as [`F32`] weights; columns up to whole vectors, and rows past the end, become zeros.
+    fn fill<F: FloatFormat>(&mut self, raw: RawRows<'_>, group: usize, first: usize, count: usize) -> SixteenRows<'_> {
+        let size = size_of::<F::Element>();
+        for (r, out) in (ROWS * group..).zip(&mut self.0) {
+            let row = if r < raw.rows { &raw.row(r, (first + count) * size)[first * size..] } else { &[] };
+            let (out, zeros) = out[..count.next_multiple_of(LANES)].split_at_mut(row.len() / size);
+            zeros.fill([0; 4]);
+            for (out, w) in out.iter_mut().zip(row.chunks_exact(size)) {
+                *out = F::to_f32(F::from_le(w)).to_le_bytes();
+            }
+        }
+        SixteenRows { data: self.0.as_flattened().as_flattened(), stride: 4 * CHUNK, ahead: 0 }
+    }
+}
+
+/// `sums[token][row] = ` the lanes of the products of a row group.
+#[inline(always)]
+pub fn multiply<I: Isa, F: FloatFormat>(
+    isa: I,
+    raw: RawRows<'_>,
+    group: usize,
+    cols: usize,
+    acts: &[RowActs],
+    padded: &mut Padded,
+    sums: &mut [Sums],
+) {
+    /// Few tokens pass over a row at once, and read so many bytes ahead of themselves.
+    const AHEAD: usize = 1024;
+    sums.fill([[0.0; LANES]; ROWS]);
+    let (size, stride, fours) = (size_of::<F::Element>(), raw.row_bytes, sums.len().div_ceil(TOKENS));
+    let is_whole = raw.rows >= ROWS * (group + 1);
+    // Many pass over what fits into L1.
+    let run = if sums.len() <= TOGETHER { cols } else { 2 * CHUNK };
+    for first in (0..cols).step_by(run) {
+        let count = run.min(cols - first);
+        let acts = &acts[first / CHUNK * fours..][..count.div_ceil(CHUNK) * fours];
+        if is_whole && count.is_multiple_of(LANES) {
+            let data = &raw.data[ROWS * group * stride + first * size..][..(ROWS - 1) * stride + count * size];
+            let ahead = match first + count {
+                _ if count == cols => AHEAD,
+                end if end < cols => count * size,
+                // The end of these rows is followed by the next group.
+                _ => ROWS * stride - first * size,
+            };
+            isa.float_rows::<F>(SixteenRows { data, stride, ahead }, count, acts, sums);
+            continue;
+        }
+        for (first, acts) in (first..).step_by(CHUNK).zip(acts.chunks_exact(fours)) {
+            let count = CHUNK.min(cols - first);
+            let rows = padded.fill::<F>(raw, group, first, count);
+            isa.float_rows::<F32>(rows, count.next_multiple_of(LANES), acts, sums);
+        }
+    }
+}
