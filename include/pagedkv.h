@@ -8,7 +8,8 @@
 // Conventions
 //
 //   Results      A function that can fail returns pkv_status. Outputs are written only on PKV_OK; a refused call changes nothing: not the cache, not the
-//                output, not the workspace. The one exception is pkv_error: filled on failure, cleared on PKV_OK, not touched with struct_size 0.
+//                output, not the workspace. Exceptions: pkv_error is filled on failure and cleared on PKV_OK, but not touched where its struct_size is
+//                less than its own or absurd (0: texts are not wanted); a launch that the driver refuses (PKV_ERR_DEVICE) leaves outputs undefined.
 //                The library never aborts, exits or prints; a panic inside comes back as PKV_ERR_INTERNAL, its text in the error and the log.
 //   Arguments    In this order: handle, stream, params, workspace, outputs, error. Zero is the default of every field.
 //   struct_size  Comes first and is the caller's sizeof. Structs grow only at the end: a shorter struct is read as if zero followed; a longer one is
@@ -90,7 +91,7 @@ const char *pkv_build_info(void);
 typedef int32_t pkv_status;
 
 // What went wrong, for people. The caller's memory; NULL is allowed wherever one is taken. Filled on failure, cleared on PKV_OK,
-// not touched where struct_size is 0. Texts end with a NUL and are cut to fit.
+// not touched where struct_size is 0 or too small. Texts end with a NUL and are cut to fit.
 typedef struct pkv_error {
     // sizeof(pkv_error)
     size_t struct_size;
@@ -186,10 +187,10 @@ typedef struct pkv_context_options {
     // NULL: nothing is logged.
     pkv_log_fn log;
     void *log_user;
-    // NULL: the library's own pool, which sleeps when idle.
+    // NULL: the library's own pool, which sleeps when idle. Called only with num_threads above 1.
     pkv_parallel_for_fn parallel_for;
     void *parallel_user;
-    // 0: the cores this process may use (affinity, cgroup quota). With parallel_for: how many threads the engine gives, 1 if 0.
+    // At most 1024. 0: the cores this process may use (affinity, cgroup quota). With parallel_for: how many threads the engine gives, 1 if 0.
     uint32_t num_threads;
     uint32_t reserved;
 } pkv_context_options;
@@ -198,7 +199,7 @@ typedef struct pkv_context_options {
 //
 // The environment variable PAGEDKV_CPU_ISA (reference, scalar, avx2, avx512) holds the CPU kernels to a lower instruction set than the machine has, for tests.
 pkv_status pkv_context_create(const struct pkv_context_options *options,
-                              struct pkv_context **ctx,
+                              struct pkv_context **out,
                               pkv_error *err);
 
 // Free a context, after everything made with it. NULL is fine.
@@ -214,8 +215,8 @@ uint32_t pkv_context_num_threads(const struct pkv_context *ctx);
 // Blocks are [num_blocks, is_mla ? 1 : 2, num_layers, page_size, num_heads, head_size] row-major, scales the same with
 // ceil(head_size / quantization_granularity) in the last place. The key cache of a layer is index 0 of the second dimension, the value cache index 1.
 //
-// Freed by pkv_collection_destroy. Must not outlive borrowed storage. Any number of threads may use it at once, as long as they do not write the
-// same slots.
+// Freed by pkv_collection_destroy. Must not outlive borrowed storage. Any number of threads may use it at once, as long as no slot that
+// one call writes is read or written by another at the same time.
 typedef struct pkv_collection pkv_collection;
 
 // What a collection looks like.
@@ -238,7 +239,8 @@ typedef struct pkv_collection_options {
     // Columns that share a scale; 0 = head_size; only with a scale_dtype.
     uint32_t quantization_granularity;
     uint32_t reserved;
-    // Borrowed storage of at least the bytes pkv_collection_storage_size tells; {NULL, 0}: the library allocates, zeroed, on the context's device.
+    // Borrowed storage of at least the bytes pkv_collection_storage_size tells; {NULL, 0}: the library allocates, zeroed, on the context's device. With
+    // scales, both buffers are given or neither.
     pkv_buffer blocks;
     pkv_buffer scales;
 } pkv_collection_options;
@@ -254,10 +256,7 @@ typedef struct pkv_cache_view {
 pkv_status pkv_collection_storage_size(const struct pkv_collection_options *options, size_t *blocks_bytes, size_t *scales_bytes, pkv_error *err);
 
 // Make a collection over borrowed or library-allocated storage.
-pkv_status pkv_collection_create(const pkv_context *ctx,
-                                 const struct pkv_collection_options *options,
-                                 struct pkv_collection **collection,
-                                 pkv_error *err);
+pkv_status pkv_collection_create(const pkv_context *ctx, const struct pkv_collection_options *options, struct pkv_collection **out, pkv_error *err);
 
 // Free a collection, and its storage where the library allocated it. No call may still use it. NULL is fine.
 void pkv_collection_destroy(struct pkv_collection *collection);
@@ -266,10 +265,10 @@ void pkv_collection_destroy(struct pkv_collection *collection);
 pkv_status pkv_collection_info(const struct pkv_collection *collection, struct pkv_collection_options *out, pkv_error *err);
 
 // The keys of a layer (for MLA: its latent rows).
-pkv_status pkv_collection_key_cache(const struct pkv_collection *collection, uint32_t layer_idx, struct pkv_cache_view *view, pkv_error *err);
+pkv_status pkv_collection_key_cache(const struct pkv_collection *collection, uint32_t layer_idx, struct pkv_cache_view *out, pkv_error *err);
 
 // The values of a layer; PKV_ERR_VALUE for MLA, which has none.
-pkv_status pkv_collection_value_cache(const struct pkv_collection *collection, uint32_t layer_idx, struct pkv_cache_view *view, pkv_error *err);
+pkv_status pkv_collection_value_cache(const struct pkv_collection *collection, uint32_t layer_idx, struct pkv_cache_view *out, pkv_error *err);
 
 // ---- Ragged batch --------------------------------------------------------------------------------------------------------------------------------
 
@@ -294,7 +293,7 @@ typedef struct pkv_batch {
     uint32_t max_pages;
     // At least the most new tokens of any sequence (a promise; checked on CPU).
     uint32_t max_seq_length;
-    // At least the largest cache_length.
+    // At least the largest cache_length. CUDA calls plan for max_seq_length + max_cache_length positions.
     uint32_t max_cache_length;
 } pkv_batch;
 
@@ -389,7 +388,7 @@ typedef struct pkv_gguf_weight_options {
     int64_t cols;
     // Bytes from one row to the next; 0: tight.
     int64_t row_bytes;
-    // PKV_GGUF_*
+    // PKV_GGUF_*; any other number is PKV_ERR_UNSUPPORTED: GGUF's list is open.
     int32_t encoding;
     // 0 or PKV_WEIGHT_PACK.
     uint32_t flags;
@@ -398,7 +397,7 @@ typedef struct pkv_gguf_weight_options {
 // Borrow or pack a weight matrix. CUDA contexts have no such kernels: PKV_ERR_UNSUPPORTED.
 pkv_status pkv_gguf_weight_create(const pkv_context *ctx,
                                   const struct pkv_gguf_weight_options *options,
-                                  struct pkv_gguf_weight **weight,
+                                  struct pkv_gguf_weight **out,
                                   pkv_error *err);
 
 // Free a weight; borrowed data stays. No call may still use it. NULL is fine.
@@ -484,7 +483,7 @@ typedef struct pkv_mla_rope_rmsnorm_quantize_params {
     // [T, kv_lora_rank + R]
     pkv_tensor kv;
     // [max_positions, R]: cos0, sin0, cos1, sin1, ...; F32 or the activations' dtype. YaRN's frequencies go in here, its softmax scale into the
-    // attention's scale.
+    // attention's scale. max_positions covers every position that the batch reaches; on CUDA, which cannot look, max_seq_length + max_cache_length.
     pkv_tensor freqs_cis;
     // [kv_lora_rank]; F32 or the activations' dtype.
     pkv_tensor gamma;
@@ -573,9 +572,10 @@ typedef struct pkv_mla_prefill_fp8_params {
     pkv_tensor q;
     // [T, kv_lora_rank + R] new rows; absent: they already lie un-normed, un-roped in the cache and are finished in place.
     pkv_tensor kv;
-    // [max_positions, R]: cos0, sin0, cos1, sin1, ...; F32 or the activations' dtype.
+    // [max_positions, R]: cos0, sin0, cos1, sin1, ...; F32 or the activations' dtype. max_positions covers every position that the batch reaches; on CUDA,
+    // which cannot look, max_seq_length + max_cache_length. May be absent with FINISHED.
     pkv_tensor freqs_cis;
-    // [kv_lora_rank]; F32 or the activations' dtype.
+    // [kv_lora_rank]; F32 or the activations' dtype. May be absent with FINISHED.
     pkv_tensor kv_norm_gamma;
     // [num_heads * (nope + v_head_dim), kv_lora_rank] F8_E4M3: per head, nope K rows, then v_head_dim V rows (DeepSeek's own order).
     pkv_tensor kv_b_proj;
@@ -604,7 +604,7 @@ pkv_status pkv_mla_prefill_fp8(const pkv_context *ctx,
 // score[t, s] = k_scale[s] * sum over h of q_s[t, h] * max(0, q[t, h] . k[s]): relu before the weight, weights may be negative, relu(NaN) = NaN. Visible keys:
 // PKV_MASK_CAUSAL s <= position(t), PKV_MASK_NULL s < cache_length + new tokens. Keys and queries come roped (V3.2's indexer rotates half-split pairs), the
 // head weights folded into q_s. Rows are scored in windows: scratch is bounded however long the context. The result is the same bits in every run and for
-// every batch composition.
+// every batch composition. A sequence has up to 2^31 - 1 positions.
 typedef struct pkv_mla_indexer_fp8_params {
     // sizeof(pkv_mla_indexer_fp8_params)
     size_t struct_size;
@@ -645,7 +645,7 @@ pkv_status pkv_mla_indexer_fp8(const pkv_context *ctx,
 typedef struct pkv_merge_attention_params {
     // sizeof(pkv_merge_attention_params)
     size_t struct_size;
-    // [T, H, D], F32, F16 or BF16, one dtype for a, b and output.
+    // [T, H, D], F32, F16 or BF16, one dtype for a, b and output. There is no batch: T is shape[0], the same for all, and every row is joined.
     pkv_tensor output_a;
     // [T, H] F32
     pkv_tensor lse_a;

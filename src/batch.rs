@@ -220,6 +220,11 @@ impl<'a> Batch<'a> {
         self.cache_length(b) + self.new_tokens(b)
     }
 
+    /// The first sequence of more than so many positions. Host only, otherwise none.
+    pub fn first_longer_than(&self, positions: usize) -> Option<usize> {
+        (0..self.cache_lengths.len()).find(|&b| self.length(b) > positions)
+    }
+
     pub fn pages(&self, b: usize) -> usize {
         self.length(b).div_ceil(self.page_size)
     }

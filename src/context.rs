@@ -104,7 +104,7 @@ impl Context {
             other => return Err(Error::value("options.backend", format!("is {other}, must be 0 (CPU) or 1 (CUDA)"))),
         };
         let threads = match (o.parallel_for, &backend) {
-            (Some(f), _) => Threads::engine(f, o.parallel_user, o.num_threads),
+            (Some(f), _) => Threads::engine(f, o.parallel_user, o.num_threads)?,
             (None, Backend::Cpu) => Threads::own(o.num_threads)?,
             #[cfg(feature = "cuda")]
             (None, Backend::Cuda(_)) => Threads::own(1)?,

@@ -96,6 +96,12 @@ impl Arena {
     }
 }
 
+/// Bytes for `count` equal pieces that pass through scratch some at a time: what `budget` holds, but `least` pieces in any case. However many of them
+/// go into it, it does not shrink when there are more pieces or larger ones.
+pub fn windowed(count: usize, piece: usize, least: usize, budget: usize) -> usize {
+    count.saturating_mul(piece).min(budget.max(count.min(least).saturating_mul(piece)))
+}
+
 /// Heap memory that lives as long as one call or one handle.
 #[derive(Debug)]
 pub struct HostBuffer {
@@ -198,4 +204,25 @@ pub fn check_given(data: *mut u8, size: usize, needed: usize) -> Result<()> {
         return Err(Error::new(Status::Workspace, "workspace.size", message));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_holds_its_least_and_never_shrinks() {
+        let sizes = [0, 1, 2, 15, 16, 17, 63, 64, 65, 1000, 1 << 20, usize::MAX / 2, usize::MAX];
+        for (i, &count) in sizes.iter().enumerate() {
+            for (j, &piece) in sizes.iter().enumerate() {
+                for (least, budget) in [(1, 64), (16, 1 << 10), (16, 0)] {
+                    let bytes = windowed(count, piece, least, budget);
+                    assert!(bytes >= count.min(least).saturating_mul(piece), "{count} x {piece}");
+                    assert!(bytes <= count.saturating_mul(piece), "{count} x {piece}");
+                    assert!(i == 0 || windowed(sizes[i - 1], piece, least, budget) <= bytes, "{count} x {piece}");
+                    assert!(j == 0 || windowed(count, sizes[j - 1], least, budget) <= bytes, "{count} x {piece}");
+                }
+            }
+        }
+    }
 }

@@ -321,6 +321,31 @@ static void collections_of_the_wrong_kind(void)
     BAD(ROPE, PKV_ERR_SHAPE, "", QUERY_TOO, w.rope.collection = w.keys);                          /* another head size */
 }
 
+/* output_indices are 32-bit and signed. Reading, a sequence may come to so many positions in one block. */
+static void positions_past_the_indices(void)
+{
+    static uint32_t table[2048], offsets[] = {0, 1}, lengths[] = {INT32_MAX};
+    pkv_collection_options o = {0};
+    pkv_collection *keys = NULL;
+    o.struct_size = sizeof o;
+    OK(pkv_collection_info(w.keys, &o, &check_err));
+    memset(&o.blocks, 0, sizeof o.blocks);
+    memset(&o.scales, 0, sizeof o.scales);
+    o.num_blocks = 1;
+    o.page_size = 1 << 20;
+    OK(pkv_collection_create(w.ctx, &o, &keys, &check_err));
+    pkv_batch batch = {0};
+    batch.struct_size = sizeof batch;
+    batch.input_row_offsets = offsets;
+    batch.cache_lengths = lengths;
+    batch.lookup_table = table;
+    batch.batch_size = batch.max_seq_length = 1;
+    batch.max_pages = 2048;
+    batch.max_cache_length = INT32_MAX;
+    BAD(INDEXER, PKV_ERR_VALUE, "params.batch.cache_lengths[0]", CALL_ONLY, w.indexer.collection = keys; w.indexer.batch = &batch);
+    pkv_collection_destroy(keys);
+}
+
 static void positions_past_the_table(void)
 {
     BAD(ROPE, PKV_ERR_VALUE, "freqs_cis.shape[0]", CALL_ONLY, w.rope.freqs_cis.shape[0] = 3);
@@ -402,6 +427,11 @@ static void weights(void)
     }
 }
 
+static void never_called(void *user, uint32_t count, pkv_task_fn run, void *task)
+{
+    (void)user, (void)count, (void)run, (void)task;
+}
+
 static void contexts(void)
 {
     pkv_context *made = (pkv_context *)8;
@@ -422,6 +452,8 @@ static void contexts(void)
     CONTEXT_BAD(PKV_ERR_VALUE, "options.log_level", o.log_level = 5);
     CONTEXT_BAD(PKV_ERR_VALUE, "options.log_level", o.log_level = -1);
     CONTEXT_BAD(PKV_ERR_VALUE, "options.reserved", o.reserved = 1);
+    CONTEXT_BAD(PKV_ERR_VALUE, "options.num_threads", o.num_threads = 1025);
+    CONTEXT_BAD(PKV_ERR_VALUE, "options.num_threads", o.parallel_for = never_called; o.num_threads = UINT32_MAX);
     REFUSED(pkv_context_create(NULL, NULL, &check_err), PKV_ERR_NULL, "out");
     CHECK(pkv_context_num_threads(NULL) == 0);
 
@@ -505,7 +537,7 @@ static void collections(void)
     REFUSED(pkv_collection_value_cache(NULL, 0, &view, &check_err), PKV_ERR_NULL, "collection");
     REFUSED(pkv_collection_value_cache(w.plain, 0, NULL, &check_err), PKV_ERR_NULL, "out");
     REFUSED(pkv_collection_value_cache(w.plain, UINT32_MAX, &view, &check_err), PKV_ERR_VALUE, "layer_idx");
-    REFUSED(pkv_collection_value_cache(w.mla, 0, &view, &check_err), PKV_ERR_VALUE, "");
+    REFUSED(pkv_collection_value_cache(w.mla, 0, &view, &check_err), PKV_ERR_VALUE, "collection");
     REFUSED(pkv_collection_info(NULL, &o, &check_err), PKV_ERR_NULL, "collection");
     REFUSED(pkv_collection_info(w.plain, NULL, &check_err), PKV_ERR_NULL, "out");
     CHECK(memcmp(&view, &kept, sizeof view) == 0);
@@ -560,6 +592,7 @@ int main(void)
     scalars();
     collections_of_the_wrong_kind();
     positions_past_the_table();
+    positions_past_the_indices();
     weights();
     contexts();
     collections();

@@ -23,7 +23,7 @@ pub struct pkv_batch {
     pub max_pages: u32,
     /// At least the most new tokens of any sequence (a promise; checked on CPU).
     pub max_seq_length: u32,
-    /// At least the largest cache_length.
+    /// At least the largest cache_length. CUDA calls plan for max_seq_length + max_cache_length positions.
     pub max_cache_length: u32,
 }
 

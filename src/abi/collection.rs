@@ -3,7 +3,7 @@
 use super::context::pkv_context;
 use super::status::{pkv_error, pkv_status};
 use super::types::{pkv_buffer, pkv_tensor};
-use super::{guard, handle, out, read};
+use super::{guard, handle, read};
 use crate::collection::{Collection, Shape};
 
 /// Keys and values of all layers in pages. The handle is the storage; what changes with every step is the plain struct pkv_batch.
@@ -11,8 +11,8 @@ use crate::collection::{Collection, Shape};
 /// Blocks are [num_blocks, is_mla ? 1 : 2, num_layers, page_size, num_heads, head_size] row-major, scales the same with
 /// ceil(head_size / quantization_granularity) in the last place. The key cache of a layer is index 0 of the second dimension, the value cache index 1.
 ///
-/// Freed by pkv_collection_destroy. Must not outlive borrowed storage. Any number of threads may use it at once, as long as they do not write the
-/// same slots.
+/// Freed by pkv_collection_destroy. Must not outlive borrowed storage. Any number of threads may use it at once, as long as no slot that
+/// one call writes is read or written by another at the same time.
 pub struct pkv_collection(pub(crate) Collection);
 
 /// What a collection looks like.
@@ -37,7 +37,8 @@ pub struct pkv_collection_options {
     /// Columns that share a scale; 0 = head_size; only with a scale_dtype.
     pub quantization_granularity: u32,
     pub reserved: u32,
-    /// Borrowed storage of at least the bytes pkv_collection_storage_size tells; {NULL, 0}: the library allocates, zeroed, on the context's device.
+    /// Borrowed storage of at least the bytes pkv_collection_storage_size tells; {NULL, 0}: the library allocates, zeroed, on the context's device. With
+    /// scales, both buffers are given or neither.
     pub blocks: pkv_buffer,
     pub scales: pkv_buffer,
 }
@@ -81,13 +82,11 @@ pub unsafe extern "C" fn pkv_collection_storage_size(
 pub unsafe extern "C" fn pkv_collection_create(
     ctx: *const pkv_context,
     options: *const pkv_collection_options,
-    collection: *mut *mut pkv_collection,
+    out: *mut *mut pkv_collection,
     err: *mut pkv_error,
 ) -> pkv_status {
     // SAFETY: the caller's contract is the header's.
-    unsafe {
-        super::create(ctx, options, collection, err, |ctx, options| Ok(pkv_collection(Collection::new(ctx, options)?)))
-    }
+    unsafe { super::create(ctx, options, out, err, |ctx, options| Ok(pkv_collection(Collection::new(ctx, options)?))) }
 }
 
 /// Free a collection, and its storage where the library allocated it. No call may still use it. NULL is fine.
@@ -113,11 +112,11 @@ pub unsafe extern "C" fn pkv_collection_info(
 pub unsafe extern "C" fn pkv_collection_key_cache(
     collection: *const pkv_collection,
     layer_idx: u32,
-    view: *mut pkv_cache_view,
+    out: *mut pkv_cache_view,
     err: *mut pkv_error,
 ) -> pkv_status {
     // SAFETY: the caller's contract is the header's.
-    unsafe { cache_view(collection, layer_idx, 0, view, err) }
+    unsafe { cache_view(collection, layer_idx, 0, out, err) }
 }
 
 /// The values of a layer; PKV_ERR_VALUE for MLA, which has none.
@@ -125,26 +124,26 @@ pub unsafe extern "C" fn pkv_collection_key_cache(
 pub unsafe extern "C" fn pkv_collection_value_cache(
     collection: *const pkv_collection,
     layer_idx: u32,
-    view: *mut pkv_cache_view,
+    out: *mut pkv_cache_view,
     err: *mut pkv_error,
 ) -> pkv_status {
     // SAFETY: the caller's contract is the header's.
-    unsafe { cache_view(collection, layer_idx, 1, view, err) }
+    unsafe { cache_view(collection, layer_idx, 1, out, err) }
 }
 
 unsafe fn cache_view(
     collection: *const pkv_collection,
     layer_idx: u32,
     kv_idx: u32,
-    view: *mut pkv_cache_view,
+    out: *mut pkv_cache_view,
     err: *mut pkv_error,
 ) -> pkv_status {
     // SAFETY: the caller's contract is the header's.
     unsafe {
         guard(err, || {
             let collection = &handle(collection, "collection")?.0;
-            let view = out(view, "out")?;
-            view.write(collection.cache(kv_idx, layer_idx, ["kv_idx", "layer_idx"])?.to_abi());
+            let to = super::out(out, "out")?;
+            to.write(collection.cache(kv_idx, layer_idx, ["collection", "layer_idx"])?.to_abi());
             Ok(())
         })
     }

@@ -1,7 +1,7 @@
 //! The context: device, threads, log.
 
 use super::status::{pkv_error, pkv_status};
-use super::{guard, out, read};
+use super::{guard, read};
 use crate::context::Context;
 use std::ffi::{c_char, c_void};
 
@@ -47,10 +47,10 @@ pub struct pkv_context_options {
     /// NULL: nothing is logged.
     pub log: pkv_log_fn,
     pub log_user: *mut c_void,
-    /// NULL: the library's own pool, which sleeps when idle.
+    /// NULL: the library's own pool, which sleeps when idle. Called only with num_threads above 1.
     pub parallel_for: pkv_parallel_for_fn,
     pub parallel_user: *mut c_void,
-    /// 0: the cores this process may use (affinity, cgroup quota). With parallel_for: how many threads the engine gives, 1 if 0.
+    /// At most 1024. 0: the cores this process may use (affinity, cgroup quota). With parallel_for: how many threads the engine gives, 1 if 0.
     pub num_threads: u32,
     pub reserved: u32,
 }
@@ -63,16 +63,16 @@ super::versioned!(pkv_context_options: 64);
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pkv_context_create(
     options: *const pkv_context_options,
-    ctx: *mut *mut pkv_context,
+    out: *mut *mut pkv_context,
     err: *mut pkv_error,
 ) -> pkv_status {
     // SAFETY: the caller's contract is the header's.
     unsafe {
         guard(err, || {
             let options = if options.is_null() { None } else { Some(read(options, "options")?) };
-            let ctx = out(ctx, "out")?;
+            let to = super::out(out, "out")?;
             let made = Context::new(options.as_ref())?;
-            ctx.write(Box::into_raw(Box::new(pkv_context(made))));
+            to.write(Box::into_raw(Box::new(pkv_context(made))));
             Ok(())
         })
     }

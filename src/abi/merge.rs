@@ -13,7 +13,7 @@ use crate::op::merge_attention::MergeAttention;
 pub struct pkv_merge_attention_params {
     /// sizeof(pkv_merge_attention_params)
     pub struct_size: usize,
-    /// [T, H, D], F32, F16 or BF16, one dtype for a, b and output.
+    /// [T, H, D], F32, F16 or BF16, one dtype for a, b and output. There is no batch: T is shape[0], the same for all, and every row is joined.
     pub output_a: pkv_tensor,
     /// [T, H] F32
     pub lse_a: pkv_tensor,

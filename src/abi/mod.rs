@@ -149,6 +149,10 @@ unsafe fn guard_logged(log: Option<&Log>, err: *mut pkv_error, body: impl FnOnce
     outcome.map_or_else(|e| e.status as pkv_status, |()| PKV_OK)
 }
 
+/// Of ABI version 1: callers of all later ones have at least this.
+const FIRST_ERROR_SIZE: usize = 512;
+const _: () = assert!(size_of::<pkv_error>() >= FIRST_ERROR_SIZE);
+
 /// # Safety
 /// `err` is NULL or points to `struct_size` writable bytes.
 unsafe fn report(err: *mut pkv_error, error: Option<&Error>) {
@@ -157,7 +161,7 @@ unsafe fn report(err: *mut pkv_error, error: Option<&Error>) {
     }
     // SAFETY: struct_size comes first.
     let size = unsafe { err.cast::<usize>().read_unaligned() };
-    if size < size_of::<pkv_error>() || size > MAX_STRUCT_SIZE {
+    if !(FIRST_ERROR_SIZE..=MAX_STRUCT_SIZE).contains(&size) {
         return;
     }
     let mut filled =
@@ -168,11 +172,15 @@ unsafe fn report(err: *mut pkv_error, error: Option<&Error>) {
         copy_text(&mut filled.argument, &e.argument);
         copy_text(&mut filled.message, &e.message);
     }
-    // SAFETY: the caller's struct is at least ours, as checked; its unknown tail is left alone.
+    // SAFETY: no more than the caller's struct, nor than ours; an unknown tail of his is left alone.
     unsafe {
         let from = (&raw const filled).cast::<u8>();
         let skip = offset_of!(pkv_error, status);
-        std::ptr::copy_nonoverlapping(from.add(skip), err.cast::<u8>().add(skip), size_of::<pkv_error>() - skip);
+        std::ptr::copy_nonoverlapping(
+            from.add(skip),
+            err.cast::<u8>().add(skip),
+            size.min(size_of::<pkv_error>()) - skip,
+        );
     }
 }
 
@@ -212,7 +220,7 @@ pub unsafe fn create<O: Versioned, T>(
 ) -> pkv_status {
     // SAFETY: by contract.
     unsafe {
-        guard(err, || {
+        guard_logged(ctx.as_ref().map(|c| &c.0.log), err, || {
             let ctx = &handle(ctx, "ctx")?.0;
             let options = read(options, "options")?;
             let to = out(to, "out")?;

@@ -77,9 +77,10 @@ pub struct pkv_mla_prefill_fp8_params {
     pub q: pkv_tensor,
     /// [T, kv_lora_rank + R] new rows; absent: they already lie un-normed, un-roped in the cache and are finished in place.
     pub kv: pkv_tensor,
-    /// [max_positions, R]: cos0, sin0, cos1, sin1, ...; F32 or the activations' dtype.
+    /// [max_positions, R]: cos0, sin0, cos1, sin1, ...; F32 or the activations' dtype. max_positions covers every position that the batch reaches; on CUDA,
+    /// which cannot look, max_seq_length + max_cache_length. May be absent with FINISHED.
     pub freqs_cis: pkv_tensor,
-    /// [kv_lora_rank]; F32 or the activations' dtype.
+    /// [kv_lora_rank]; F32 or the activations' dtype. May be absent with FINISHED.
     pub kv_norm_gamma: pkv_tensor,
     /// [num_heads * (nope + v_head_dim), kv_lora_rank] F8_E4M3: per head, nope K rows, then v_head_dim V rows (DeepSeek's own order).
     pub kv_b_proj: pkv_tensor,

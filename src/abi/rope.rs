@@ -36,7 +36,7 @@ pub struct pkv_mla_rope_rmsnorm_quantize_params {
     /// [T, kv_lora_rank + R]
     pub kv: pkv_tensor,
     /// [max_positions, R]: cos0, sin0, cos1, sin1, ...; F32 or the activations' dtype. YaRN's frequencies go in here, its softmax scale into the
-    /// attention's scale.
+    /// attention's scale. max_positions covers every position that the batch reaches; on CUDA, which cannot look, max_seq_length + max_cache_length.
     pub freqs_cis: pkv_tensor,
     /// [kv_lora_rank]; F32 or the activations' dtype.
     pub gamma: pkv_tensor,

@@ -33,7 +33,7 @@ pub const PKV_ERR_DEVICE: i32 = 203;
 pub const PKV_ERR_INTERNAL: i32 = 300;
 
 /// What went wrong, for people. The caller's memory; NULL is allowed wherever one is taken. Filled on failure, cleared on PKV_OK,
-/// not touched where struct_size is 0. Texts end with a NUL and are cut to fit.
+/// not touched where struct_size is 0 or too small. Texts end with a NUL and are cut to fit.
 #[repr(C)]
 pub struct pkv_error {
     /// sizeof(pkv_error)

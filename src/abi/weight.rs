@@ -48,7 +48,7 @@ pub struct pkv_gguf_weight_options {
     pub cols: i64,
     /// Bytes from one row to the next; 0: tight.
     pub row_bytes: i64,
-    /// PKV_GGUF_*
+    /// PKV_GGUF_*; any other number is PKV_ERR_UNSUPPORTED: GGUF's list is open.
     pub encoding: i32,
     /// 0 or PKV_WEIGHT_PACK.
     pub flags: u32,
@@ -61,11 +61,11 @@ super::versioned!(pkv_gguf_weight_options: 56);
 pub unsafe extern "C" fn pkv_gguf_weight_create(
     ctx: *const pkv_context,
     options: *const pkv_gguf_weight_options,
-    weight: *mut *mut pkv_gguf_weight,
+    out: *mut *mut pkv_gguf_weight,
     err: *mut pkv_error,
 ) -> pkv_status {
     // SAFETY: the caller's contract is the header's.
-    unsafe { super::create(ctx, options, weight, err, |ctx, options| Ok(pkv_gguf_weight(Weight::new(ctx, options)?))) }
+    unsafe { super::create(ctx, options, out, err, |ctx, options| Ok(pkv_gguf_weight(Weight::new(ctx, options)?))) }
 }
 
 /// Free a weight; borrowed data stays. No call may still use it. NULL is fine.

@@ -5,16 +5,8 @@ use crate::collection::Cache;
 use crate::dtype::{DType, Element, Plain};
 use crate::with_cache_dtype;
 
-/// Write one head's row `x [head_size]` as the cache's dtype wants; with scales, quantise each group:
+/// Write a token's row of all heads, `x [num_heads * head_size]`, as the cache's dtype wants; with scales, quantise each group:
 /// `s = amax / FP8_MAX` over the finite elements, 1 where that is below 2^-126; `code = cast(x / s)` with the scale as stored.
-///
-/// # Safety
-/// Host storage; nobody else uses the slot meanwhile.
-pub unsafe fn write_head(cache: &Cache, block: usize, slot: usize, head: usize, x: &[f32]) {
-    simd::run(cache.isa, Write { cache, block, slot, heads: head..head + 1, x });
-}
-
-/// Write a token's row of all heads, `x [num_heads * head_size]`.
 ///
 /// # Safety
 /// Host storage; nobody else uses the slot meanwhile.
@@ -22,15 +14,7 @@ pub unsafe fn write_row(cache: &Cache, block: usize, slot: usize, x: &[f32]) {
     simd::run(cache.isa, Write { cache, block, slot, heads: 0..cache.num_heads, x });
 }
 
-/// Read one head's row to f32, dequantised.
-///
-/// # Safety
-/// Host storage; nobody writes the slot meanwhile.
-pub unsafe fn read_head(cache: &Cache, block: usize, slot: usize, head: usize, out: &mut [f32]) {
-    simd::run(cache.isa, Read { cache, block, slot, heads: head..head + 1, out });
-}
-
-/// Read a token's row of all heads.
+/// Read a token's row of all heads to f32, dequantised.
 ///
 /// # Safety
 /// Host storage; nobody writes the slot meanwhile.

@@ -32,7 +32,7 @@ use crate::op::mla_prefill_fp8::{Args, Finish, MlaPrefillFp8, SCALE_BLOCK, Score
 use crate::plan::{Impl, Stream};
 use crate::view::View;
 use crate::with_float;
-use crate::workspace::{Arena, Span};
+use crate::workspace::{Arena, Span, windowed};
 use kernels::{NR, RowState, ScoreScale, Seen, Stretch, register_tiles};
 use std::ops::Range;
 
@@ -87,7 +87,7 @@ impl Sizes {
             latent: a.kv_lora_rank,
             values,
             head,
-            heads: head.saturating_mul(a.num_heads).min(BUDGET).max(head),
+            heads: windowed(a.num_heads, head, 1, BUDGET),
             lane: project.saturating_add(COLUMNS * NR).max(attend).max(a.cache.head_size + 3 * a.rope_dim),
             lanes: ctx.num_threads(),
         }
@@ -114,8 +114,8 @@ struct Scratch {
     k_rope: Span<f32>,
     /// A head after another: keys `[panels, nope, NR]`, then values `[values / NR, panels * NR, NR]`.
     heads: Span<f32>,
-    /// `[heads, panels]`: whether all values of a panel are finite.
-    finite: Span<bool>,
+    /// `[heads, panels]`: 1 where all values of a panel are finite.
+    finite: Span<u8>,
     lanes: Span<f32>,
     /// The norm's weights as f32.
     gamma: Span<f32>,
@@ -358,7 +358,7 @@ impl Prefill<'_, '_> {
                     finite &=
                         kernels::copy_panel(isa, &c[keys + v..], features, self.scratch.heads.slice_mut(at, NR * NR));
                 }
-                self.scratch.finite.slice_mut(slot * z.panels + panel, 1)[0] = finite;
+                self.scratch.finite.slice_mut(slot * z.panels + panel, 1)[0] = u8::from(finite);
             }
         }
     }
@@ -451,7 +451,7 @@ impl Prefill<'_, '_> {
                     let by = ScoreScale {
                         scale: a.scale * LOG2_E,
                         slope,
-                        distance: (first + tile) as f32 - (position + i) as f32,
+                        distance: (((first + tile) as i64) - ((position + i) as i64)) as f32,
                     };
                     let row = Seen { computed, visible: within(seen[i]) };
                     let shrink = kernels::softmax(isa, &mut scores[i * KEYS..][..KEYS], row, by, &mut state[i]);
@@ -478,7 +478,7 @@ impl Prefill<'_, '_> {
                     let panels = slot * z.panels + panel0 + (tile + computed.0) / NR;
                     // SAFETY: written before, and nobody writes them now.
                     let finite = unsafe { self.scratch.finite.slice(panels, (computed.1 - computed.0) / NR) };
-                    if finite.iter().all(|&f| f) {
+                    if finite.iter().all(|&f| f == 1) {
                         multiply(r, union, out);
                     } else {
                         // A weight of 0 does not hide a NaN from rows that must not see it.

@@ -1,6 +1,7 @@
 //! Threads of a CPU context: an own pool that sleeps when idle, or the engine's `parallel_for`.
 //!
-//! Work is split by shape alone and each piece writes its own outputs, so results do not depend on how many threads there are or which takes what.
+//! Each piece of work writes its own outputs, in an order of additions that follows from shapes and positions: results do not depend on how many threads there
+//! are or which takes what.
 
 use crate::abi::context::pkv_parallel_for_fn;
 use crate::error::{Error, Result};
@@ -55,20 +56,26 @@ unsafe impl Send for Threads {}
 unsafe impl Sync for Threads {}
 
 impl Threads {
-    pub fn engine(run: EngineFn, user: *mut c_void, count: u32) -> Self {
+    pub fn engine(run: EngineFn, user: *mut c_void, count: u32) -> Result<Self> {
         const { assert!(size_of::<pkv_parallel_for_fn>() == size_of::<EngineFn>()) };
-        Threads::Engine { run, user, count: count.max(1) as usize }
+        Ok(Threads::Engine { run, user, count: Self::checked(count.max(1) as usize)? })
     }
 
     /// 0: the cores this process may use; the standard library knows affinity masks and cgroup quotas.
     pub fn own(count: u32) -> Result<Self> {
-        const MOST: usize = 1024;
-        let cores = || std::thread::available_parallelism().map_or(1, |n| n.get());
-        let count = if count == 0 { cores() } else { count as usize };
-        if count > MOST {
-            return Err(Error::value("options.num_threads", format!("is {count}, must be at most {MOST}")));
-        }
+        let cores = || std::thread::available_parallelism().map_or(1, |n| n.get()).min(Self::MOST);
+        let count = if count == 0 { cores() } else { Self::checked(count as usize)? };
         Pool::new(count).map(Threads::Own)
+    }
+
+    /// A workspace has room for each.
+    const MOST: usize = 1024;
+
+    fn checked(count: usize) -> Result<usize> {
+        if count > Self::MOST {
+            return Err(Error::value("options.num_threads", format!("is {count}, must be at most {}", Self::MOST)));
+        }
+        Ok(count)
     }
 
     pub fn count(&self) -> usize {

@@ -2,13 +2,10 @@
 
 use super::params::{BatchParams, CacheParams, KvGatherParams};
 use super::{Kernel, Shape, THREADS, WARPS, by_dtype, entries, launch, refuse_without_kernels, rows_aligned};
-use crate::batch::{Batch, BufferRows};
-use crate::collection::Cache;
 use crate::context::Context;
 use crate::error::Result;
 use crate::op::kv_gather::{Args, KvGather};
 use crate::plan::{Impl, Stream};
-use crate::view::View;
 use crate::workspace::Arena;
 
 static KERNELS: [Kernel; 3] = entries!("kv_gather");
@@ -16,19 +13,9 @@ static KERNELS: [Kernel; 3] = entries!("kv_gather");
 pub const IMPLS: &[Impl<KvGather>] =
     &[Impl { name: "cuda", refuse: |ctx, _| refuse_without_kernels(ctx), layout: |_, _, _| {}, run }];
 
-fn run(ctx: &Context, a: &Args<'_>, _: &mut Arena, stream: Stream) -> Result<()> {
-    gather(ctx, &a.cache, &a.batch, &a.rows, &a.out, stream)
-}
-
 /// Cached rows to `out [rows, num_heads, head_size]`, dequantised and rounded to its dtype.
-pub fn gather(
-    ctx: &Context,
-    cache: &Cache,
-    batch: &Batch<'_>,
-    rows: &BufferRows<'_>,
-    out: &View<3>,
-    stream: Stream,
-) -> Result<()> {
+fn run(ctx: &Context, a: &Args<'_>, _: &mut Arena, stream: Stream) -> Result<()> {
+    let Args { cache, batch, rows, out, .. } = a;
     if out.shape[0] == 0 || batch.batch_size == 0 {
         return Ok(());
     }

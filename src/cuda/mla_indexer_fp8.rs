@@ -6,7 +6,7 @@ use crate::context::{Backend, Context};
 use crate::error::Result;
 use crate::op::mla_indexer_fp8::{Args, MlaIndexerFp8};
 use crate::plan::{Impl, Stream};
-use crate::workspace::{Arena, Span};
+use crate::workspace::{Arena, Span, windowed};
 use std::ptr::null_mut;
 
 pub const IMPLS: &[Impl<MlaIndexerFp8>] = &[
@@ -17,7 +17,7 @@ pub const IMPLS: &[Impl<MlaIndexerFp8>] = &[
             refuse_sm90(ctx, a)
         },
         layout: |_, a, arena| {
-            Scratch::take(a, arena);
+            _ = take_scratch(&Plan::new(a), arena);
         },
         run: |ctx, a, arena, stream| run(ctx, a, arena, stream, true),
     },
@@ -25,7 +25,7 @@ pub const IMPLS: &[Impl<MlaIndexerFp8>] = &[
         name: "cuda",
         refuse,
         layout: |_, a, arena| {
-            Scratch::take(a, arena);
+            _ = take_scratch(&Plan::new(a), arena);
         },
         run: |ctx, a, arena, stream| run(ctx, a, arena, stream, false),
     },
@@ -70,7 +70,7 @@ mod select {
     pub const SORT_IN_SHARED: usize = 4096;
 }
 
-/// Scores of as many rows as this holds lie in scratch at once; what one launch writes the next one finds in L2.
+/// Scores of as many rows as this holds, and at least of a tile's, lie in scratch at once; what one launch writes the next one finds in L2.
 const WINDOW_BYTES: usize = 64 << 20;
 
 /// Everything that follows from the shapes and the batch's bounds.
@@ -81,6 +81,7 @@ struct Plan {
     sort_size: usize,
     /// Rows scored at once.
     window: usize,
+    scratch_bytes: usize,
 }
 
 impl Plan {
@@ -89,9 +90,11 @@ impl Plan {
         let score_stride = max_keys.next_multiple_of(32);
         let sort_size = a.top_k.min(max_keys).max(1).next_power_of_two();
         let sort_bytes = if sort_size > select::SORT_IN_SHARED { 8 * sort_size } else { 0 };
-        let rows = WINDOW_BYTES / (4 * score_stride + sort_bytes).max(1) / score::ROWS * score::ROWS;
-        let window = rows.max(score::ROWS).min(a.q.shape[0]);
-        Plan { max_keys, score_stride, sort_size, window }
+        let (rows, row_bytes) = (a.q.shape[0], 4 * score_stride + sort_bytes);
+        let scratch_bytes = windowed(rows, row_bytes, score::ROWS, WINDOW_BYTES);
+        let fit = scratch_bytes / row_bytes.max(1);
+        let window = if fit < rows { fit / score::ROWS * score::ROWS } else { rows };
+        Plan { max_keys, score_stride, sort_size, window, scratch_bytes }
     }
 
     fn sorts_in_scratch(&self) -> bool {
@@ -99,19 +102,9 @@ impl Plan {
     }
 }
 
-struct Scratch {
-    scores: Span<f32>,
-    sorted: Option<Span<u64>>,
-}
-
-impl Scratch {
-    fn take(a: &Args<'_>, arena: &mut Arena) -> Self {
-        let plan = Plan::new(a);
-        Scratch {
-            scores: arena.take(plan.window.saturating_mul(plan.score_stride)),
-            sorted: plan.sorts_in_scratch().then(|| arena.take(plan.window.saturating_mul(plan.sort_size))),
-        }
-    }
+/// A window's scores, and behind them its lists to sort where they are too long for shared memory.
+fn take_scratch(plan: &Plan, arena: &mut Arena) -> Span<u8> {
+    arena.take(plan.scratch_bytes)
 }
 
 fn refuse(ctx: &Context, a: &Args<'_>) -> Result<(), String> {
@@ -134,7 +127,8 @@ fn refuse_sm90(ctx: &Context, a: &Args<'_>) -> Result<(), String> {
 fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream, sm90: bool) -> Result<()> {
     let [tokens, num_heads, depth] = a.q.shape;
     let plan = Plan::new(a);
-    let scratch = Scratch::take(a, arena);
+    let scratch = take_scratch(&plan, arena).as_ptr();
+    let sorted = scratch.wrapping_add(4 * plan.window * plan.score_stride);
     let tokens = tokens.min(a.q_s.shape[0]).min(a.output_indices.shape[0]);
     let tokens = a.output_scores.map_or(tokens, |scores| tokens.min(scores.shape[0]));
     if tokens == 0 || a.batch.batch_size == 0 || plan.max_keys == 0 {
@@ -150,7 +144,7 @@ fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream, sm90: boo
             cache,
             q: a.q.as_ptr(),
             q_s: a.q_s.as_ptr().cast(),
-            scores: scratch.scores.as_ptr(),
+            scores: scratch.cast(),
             q_token_stride: a.q.stride[0] as i64,
             q_head_stride: a.q.stride[1] as i64,
             q_s_stride: a.q_s.stride[0] as i64,
@@ -180,8 +174,8 @@ fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream, sm90: boo
 
         let params = MlaIndexerSelectParams {
             batch,
-            scores: scratch.scores.as_ptr(),
-            sorted: scratch.sorted.map_or(null_mut(), |s| s.as_ptr()),
+            scores: scratch.cast(),
+            sorted: if plan.sorts_in_scratch() { sorted.cast() } else { null_mut() },
             output_indices: a.output_indices.as_ptr().cast(),
             output_scores: a.output_scores.map_or(null_mut(), |s| s.as_ptr().cast()),
             score_stride: plan.score_stride as i64,

@@ -3,15 +3,15 @@
 use super::mla_rope_rmsnorm_quantize::{self as rope, NewRows};
 use super::params::{BatchParams, CacheParams};
 use super::{
-    Kernel, LaunchParams, Shape, THREADS, WARPS, by_dtype, entries, launch, refuse_hopper, refuse_without_kernels,
-    rows_aligned,
+    Kernel, LaunchParams, Shape, THREADS, WARPS, by_dtype, entries, launch, prepare, refuse_hopper,
+    refuse_without_kernels, rows_aligned,
 };
 use crate::context::{Backend, Context};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::op::mla_prefill_fp8::{Args, Mask, MlaPrefillFp8, SCALE_BLOCK, ScoreMod};
 use crate::plan::{Impl, Stream};
-use crate::workspace::{Arena, Span};
+use crate::workspace::{ALIGNMENT, Arena, Span, windowed};
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
@@ -170,8 +170,9 @@ struct Plan {
     key_stride: usize,
     value_stride: usize,
     rope_stride: usize,
-    /// Heads that are projected and attended to at once.
+    /// Heads that are projected and attended to at once, and what their keys and values may take.
     group: usize,
+    group_bytes: usize,
     attention: Chosen,
     /// Blocks of an attention launch, a head.
     attention_blocks: usize,
@@ -189,8 +190,10 @@ impl Plan {
         let head_bytes =
             a.buffer_length.saturating_mul(key_stride + value_stride).saturating_mul(a.q.dtype.size()).max(1);
         let most = i32::MAX as usize / attention_blocks.max(1);
-        let group = (GROUP_BYTES / head_bytes).min(most).clamp(1, a.num_heads);
-        Plan { rows: a.buffer_length, key_stride, value_stride, rope_stride, group, attention, attention_blocks }
+        let group_bytes = windowed(a.num_heads, head_bytes, 1, GROUP_BYTES);
+        let group = (group_bytes / head_bytes).min(most).clamp(1, a.num_heads);
+        let rows = a.buffer_length;
+        Plan { rows, key_stride, value_stride, rope_stride, group, group_bytes, attention, attention_blocks }
     }
 
     /// Tiles of features that a group of heads touches; they start at multiples of 128 whatever the group.
@@ -205,20 +208,18 @@ struct Scratch {
     codes: Span<u8>,
     scales: Span<f32>,
     k_rope: Span<u8>,
+    /// Of a group of heads; the values follow.
     keys: Span<u8>,
-    values: Span<u8>,
 }
 
 impl Scratch {
     fn take(plan: &Plan, a: &Args<'_>, arena: &mut Arena) -> Self {
         let bytes = |rows: usize, columns: usize| rows.saturating_mul(columns).saturating_mul(a.q.dtype.size());
-        let group_rows = plan.group.saturating_mul(plan.rows);
         Scratch {
             codes: arena.take(plan.rows.saturating_mul(a.kv_lora_rank)),
             scales: arena.take(scale_stride(plan.rows).saturating_mul(a.kv_lora_rank / SCALE_BLOCK)),
             k_rope: arena.take(bytes(plan.rows, plan.rope_stride)),
-            keys: arena.take(bytes(group_rows, plan.key_stride)),
-            values: arena.take(bytes(group_rows, plan.value_stride)),
+            keys: arena.take(plan.group_bytes.saturating_add(ALIGNMENT)),
         }
     }
 }
@@ -272,6 +273,16 @@ fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream, hopper: H
     let plan = Plan::new(a, hopper);
     let scratch = Scratch::take(&plan, a, arena);
     let dtype = a.q.dtype;
+    let keys = scratch.keys.as_ptr();
+    let values =
+        keys.wrapping_add((plan.group * plan.rows * plan.key_stride * dtype.size()).next_multiple_of(ALIGNMENT));
+    let (project, project_shared) = match hopper.project {
+        true => (&PROJECT_SM90[usize::from(dtype == DType::BF16)], project_sm90::SHARED),
+        false => (by_dtype(&PROJECT, dtype), project::SHARED),
+    };
+    let Chosen { kernel: attention, shared: attention_shared, .. } = plan.attention;
+    // Before q is roped in place.
+    prepare(ctx, &[(by_dtype(&LATENT, dtype), 0), (project, project_shared), (attention, attention_shared)])?;
     if let Some(f) = &a.finish {
         let q_rope = a.q.columns_from(a.nope_dim);
         let rows = NewRows {
@@ -321,8 +332,8 @@ fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream, hopper: H
                 weight: a.kv_b_proj.as_ptr(),
                 weight_scales: a.kv_b_proj_scale.as_ptr().cast(),
                 rows_used: buffer.row_offsets.wrapping_add(a.batch.batch_size),
-                keys: scratch.keys.as_ptr().cast(),
-                values: scratch.values.as_ptr().cast(),
+                keys: keys.cast(),
+                values: values.cast(),
                 scale_stride: scale_stride(plan.rows) as i64,
                 weight_stride: a.kv_b_proj.stride[0] as i64,
                 weight_scale_stride: a.kv_b_proj_scale.stride[0] as i64,
@@ -339,19 +350,15 @@ fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream, hopper: H
                 reserved: 0,
             };
             let blocks = plan.project_blocks(first_head, heads, a.nope_dim + a.v_head_dim) as u32;
-            let (kernel, shape) = match ctx.backend() {
+            let (threads, blocks) = match ctx.backend() {
                 Backend::Cuda(device) if hopper.project => {
-                    let (threads, shared) = (project_sm90::THREADS, project_sm90::SHARED);
-                    let grid = [blocks.min(device.multiprocessors()), 1, 1];
-                    (&PROJECT_SM90[usize::from(dtype == DType::BF16)], Shape { grid, threads, shared })
+                    (project_sm90::THREADS, blocks.min(device.multiprocessors()))
                 }
-                _ => {
-                    let (threads, shared) = (project::THREADS, project::SHARED);
-                    (by_dtype(&PROJECT, dtype), Shape { grid: [blocks, 1, 1], threads, shared })
-                }
+                _ => (project::THREADS, blocks),
             };
+            let shape = Shape { grid: [blocks, 1, 1], threads, shared: project_shared };
             // SAFETY: as above.
-            unsafe { launch(ctx, kernel, shape, &params, stream)? };
+            unsafe { launch(ctx, project, shape, &params, stream)? };
         }
         let (mask, mask_width) = match a.mask {
             Mask::Causal => (0, 0),
@@ -363,8 +370,8 @@ fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream, hopper: H
             batch,
             buffer,
             q: a.q.as_ptr().cast(),
-            keys: scratch.keys.as_ptr().cast(),
-            values: scratch.values.as_ptr().cast(),
+            keys: keys.cast(),
+            values: values.cast(),
             k_rope: scratch.k_rope.as_ptr().cast(),
             output: a.output.as_ptr().cast(),
             lse: a.lse.map_or(null_mut(), |lse| lse.as_ptr().cast()),
@@ -395,12 +402,12 @@ fn run(ctx: &Context, a: &Args<'_>, arena: &mut Arena, stream: Stream, hopper: H
             ),
             reserved: 0,
         };
-        let Chosen { kernel, threads, shared, tile_rows, value_columns } = plan.attention;
+        let Chosen { threads, tile_rows, value_columns, .. } = plan.attention;
         let tiles = tokens(a) / tile_rows + a.batch.batch_size;
         let blocks = tiles * a.v_head_dim.div_ceil(value_columns) * heads;
-        let shape = Shape { grid: [blocks as u32, 1, 1], threads, shared };
+        let shape = Shape { grid: [blocks as u32, 1, 1], threads, shared: attention_shared };
         // SAFETY: as above.
-        unsafe { launch(ctx, kernel, shape, &params, stream)? };
+        unsafe { launch(ctx, attention, shape, &params, stream)? };
     }
     Ok(())
 }

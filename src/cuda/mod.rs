@@ -15,7 +15,7 @@ mod nvrtc;
 pub mod params;
 mod runtime;
 
-pub use runtime::{Device, DeviceBuffer, Kernel, LaunchParams, Shape, launch};
+pub use runtime::{Device, DeviceBuffer, Kernel, LaunchParams, Shape, launch, prepare};
 
 use crate::context::{Backend, Context};
 use crate::dtype::DType;

@@ -362,6 +362,30 @@ fn named(mut error: Error, argument: &str) -> Error {
     error
 }
 
+/// A loaded kernel that may have so much shared memory. The device's context is current.
+fn ready(ctx: &Context, device: &Device, kernel: &'static Kernel, shared: u32) -> Result<Arc<Function>> {
+    let driver = device.0.driver;
+    let function = device.function(kernel, &ctx.log)?;
+    if shared > function.shared.load(Ordering::Acquire) {
+        // SAFETY: a loaded function.
+        let code =
+            unsafe { (driver.cuFuncSetAttribute)(function.handle, attribute::MAX_DYNAMIC_SHARED, shared as c_int) };
+        driver.check(code, &format!("cuFuncSetAttribute({}, {shared} bytes of shared memory)", kernel.name))?;
+        function.shared.fetch_max(shared, Ordering::AcqRel);
+    }
+    Ok(function)
+}
+
+/// Loads kernels with so much shared memory that will be launched later: where a call changes its input in place, nothing that can be known before may
+/// fail after.
+pub fn prepare(ctx: &Context, kernels: &[(&'static Kernel, u32)]) -> Result<()> {
+    let Backend::Cuda(device) = ctx.backend() else {
+        return Err(Error::internal("a CUDA kernel was asked for on a CPU context"));
+    };
+    let _current = device.0.enter()?;
+    kernels.iter().try_for_each(|&(kernel, shared)| ready(ctx, device, kernel, shared).map(|_| ()))
+}
+
 /// Put a kernel on the engine's stream.
 ///
 /// # Safety
@@ -379,15 +403,7 @@ pub unsafe fn launch<P: LaunchParams>(
     let inner = &*device.0;
     let driver = inner.driver;
     let _current = inner.enter()?;
-    let function = device.function(kernel, &ctx.log)?;
-    if shape.shared > function.shared.load(Ordering::Acquire) {
-        // SAFETY: a loaded function.
-        let code = unsafe {
-            (driver.cuFuncSetAttribute)(function.handle, attribute::MAX_DYNAMIC_SHARED, shape.shared as c_int)
-        };
-        driver.check(code, &format!("cuFuncSetAttribute({}, {} bytes of shared memory)", kernel.name, shape.shared))?;
-        function.shared.fetch_max(shape.shared, Ordering::AcqRel);
-    }
+    let function = ready(ctx, device, kernel, shape.shared)?;
     let arguments = [(params as *const P).cast_mut().cast::<c_void>()];
     let [x, y, z] = shape.grid;
     // SAFETY: a loaded function with the one argument that `P` is by contract; the driver copies it during the call.

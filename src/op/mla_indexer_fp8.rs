@@ -78,6 +78,10 @@ impl Op for MlaIndexerFp8 {
             arg(&p.output_scores, "params.output_scores").check_optional(&[DType::F32], dims, Access::Write)?;
         // SAFETY: by contract.
         let batch = unsafe { Batch::check(p.batch, collection, CacheUse::Read, mode)? };
+        if let Some(b) = batch.first_longer_than(i32::MAX as usize) {
+            let message = format!("is {}: output_indices reach no position beyond 2^31 - 1", batch.cache_length(b));
+            return Err(Error::value(format!("params.batch.cache_lengths[{b}]"), message));
+        }
         let tokens = batch.tokens();
         check_rows(&q, tokens, "params.q")?;
         check_rows(&q_s, tokens, "params.q_s")?;

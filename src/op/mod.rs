@@ -60,7 +60,7 @@ fn check_one_head(collection: &Collection) -> Result<()> {
     Ok(())
 }
 
-/// `freqs_cis [max_positions, R]` and `gamma [C]`: F32 or the activations' dtype. Positions the batch reaches must be in the table.
+/// `freqs_cis [max_positions, R]`: F32 or the activations' dtype. Positions the batch reaches must be in the table.
 fn check_freqs(arg: TensorArg<'_>, activations: DType, rope_dim: usize, positions: usize) -> Result<View<2>> {
     let view = arg.check(&f32_or(activations), [Dim::Any, Dim::Is(rope_dim, "rope width")], Access::Read)?;
     if view.shape[0] < positions {
