@@ -615,6 +615,27 @@ fn heads_in_groups_give_the_same_bits() {
 }
 
 /// DeepSeek with YaRN multiplies 1 / sqrt(192) by mscale squared. With one key the lse is the scaled logit.
+/// Distances are small integers however far from the start: further than f32 counts, the same tokens give the same bits.
+#[test]
+fn distances_are_exact_far_from_the_start() {
+    const FAR: usize = 1 << 24;
+    let shape = Shape { alibi: true, sequences: vec![(130, 3)], in_place: true, ..Shape::default() };
+    let near = Problem::new(&shape, 3);
+    let mut far = near.clone();
+    far.batch.cache_lengths[0] += FAR as u32;
+    // Pages that no key is taken from may all lie in one block.
+    far.batch.table.splice(..0, vec![0; FAR / shape.page]);
+    far.batch.max_pages += (FAR / shape.page) as u32;
+    let keys = shape.all_keys();
+    let far_keys = Keys { offsets: vec![FAR], ..keys.clone() };
+    for level in FAST {
+        let ctx = context(level, 1);
+        let [have, want] =
+            [far.run_keys(&ctx, true, &far_keys, true), near.run_keys(&ctx, true, &keys, true)].map(|r| r.bits());
+        assert!(have == want, "{level:?}");
+    }
+}
+
 #[test]
 fn the_scale_is_the_callers() {
     let shape = Shape { nope: 128, rope: 64, v: 128, sequences: vec![(0, 1)], ..Shape::default() };

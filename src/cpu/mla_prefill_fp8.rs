@@ -451,7 +451,7 @@ impl Prefill<'_, '_> {
                     let by = ScoreScale {
                         scale: a.scale * LOG2_E,
                         slope,
-                        distance: (((first + tile) as i64) - ((position + i) as i64)) as f32,
+                        distance: ((first + tile) as i64 - (position + i) as i64) as f32,
                     };
                     let row = Seen { computed, visible: within(seen[i]) };
                     let shrink = kernels::softmax(isa, &mut scores[i * KEYS..][..KEYS], row, by, &mut state[i]);
