@@ -362,10 +362,10 @@ fn float_rows<F: FloatFormat, const NT: usize>(
 ) {
     const STEPS: usize = CHUNK / LANES;
     let size = size_of::<F::Element>();
-    assert!(15 * rows.stride + cols * size <= rows.data.len() && cols <= acts.len() / fours * CHUNK);
+    assert!(cols <= acts.len() / fours * CHUNK);
     let per_line = 64 / (LANES * size);
     for first in (0..16).step_by(4) {
-        let row: [*const u8; 4] = std::array::from_fn(|r| rows.data.as_ptr().wrapping_add((first + r) * rows.stride));
+        let row = each!([0, 1, 2, 3] r => rows.row(first + r, cols * size));
         let mut acc: [[__m256; 4]; NT] = std::array::from_fn(|t| std::array::from_fn(|r| load8(&sums[t][first + r])));
         for (chunk, acts) in acts.chunks_exact(fours).enumerate() {
             let x: [&[f32; CHUNK]; NT] = std::array::from_fn(|t| {

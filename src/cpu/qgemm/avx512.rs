@@ -11,10 +11,10 @@
 
 use std::arch::x86_64::*;
 
-use super::activations::{ByteActs, Family, SuperActs, WordActs};
+use super::activations::{ByteActs, CHUNK, Family, SuperActs, WordActs};
 use super::avx2::opaque;
 use super::float::{FloatActs, FloatFormat, FloatTile};
-use super::float_rows::{RowActs, SixteenRows, Sums};
+use super::float_rows::{LANES, RowActs, SixteenRows, Sums};
 use super::formats::{Emit, Format, Scales, Tile};
 use super::lanes::{Bits, Lanes};
 use super::pack::RawRows;
@@ -522,6 +522,91 @@ fn float<const G: usize, const NT: usize>(
     }
 }
 
+/// As in `avx2`, two rows a vector, eight rows at a time.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+fn float_rows<F: FloatFormat, const NT: usize>(
+    isa: Avx512,
+    rows: SixteenRows<'_>,
+    cols: usize,
+    acts: &[RowActs],
+    fours: usize,
+    first_token: usize,
+    sums: &mut [Sums; NT],
+) {
+    const STEPS: usize = CHUNK / LANES;
+    let size = size_of::<F::Element>();
+    assert!(cols <= acts.len() / fours * CHUNK);
+    let per_line = 64 / (LANES * size);
+    for first in (0..16).step_by(8) {
+        let row = each!([0, 1, 2, 3, 4, 5, 6, 7] r => rows.row(first + r, cols * size));
+        let pairs = |sums: &Sums| each!([0, 2, 4, 6] r => load(two_rows(sums, first + r)));
+        let mut acc: [[__m512; 4]; NT] = std::array::from_fn(|t| pairs(&sums[t]));
+        for (chunk, acts) in acts.chunks_exact(fours).enumerate() {
+            let x: [&[f32; CHUNK]; NT] = std::array::from_fn(|t| {
+                let t = first_token + t;
+                &acts[t / TOKENS].x[t % TOKENS]
+            });
+            let at = chunk * STEPS;
+            for i in 0..STEPS.min(cols / LANES - at) {
+                let offset = (at + i) * LANES * size;
+                if first_token == 0 {
+                    for r in (i % per_line..8).step_by(per_line) {
+                        isa.prefetch(row[r].wrapping_add(offset + rows.ahead));
+                    }
+                }
+                // SAFETY: eight columns of each token.
+                let x: [__m512; NT] = std::array::from_fn(|t| unsafe {
+                    _mm512_broadcast_f32x8(_mm256_loadu_ps(x[t].as_ptr().add(LANES * i)))
+                });
+                for p in 0..4 {
+                    // SAFETY: the rows have these columns.
+                    let w = unsafe { eight_of_two::<F>(row[2 * p].add(offset), row[2 * p + 1].add(offset)) };
+                    for t in 0..NT {
+                        acc[t][p] = _mm512_fmadd_ps(w, x[t], acc[t][p]);
+                    }
+                }
+            }
+        }
+        for (sums, acc) in sums.iter_mut().zip(acc) {
+            for (sums, acc) in sums[first..first + 8].as_chunks_mut::<2>().0.iter_mut().zip(acc) {
+                // SAFETY: sixteen floats.
+                unsafe { _mm512_storeu_ps(sums.as_mut_ptr().cast(), acc) };
+            }
+        }
+    }
+}
+
+/// The lanes of row `r` and of the next.
+#[inline(always)]
+fn two_rows(sums: &Sums, r: usize) -> &[f32; 16] {
+    sums[r..r + 2].as_flattened().try_into().expect("two rows")
+}
+
+/// Eight columns of two rows.
+///
+/// # Safety
+/// They can be read.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn eight_of_two<F: FloatFormat>(a: *const u8, b: *const u8) -> __m512 {
+    // SAFETY: by contract.
+    unsafe {
+        if size_of::<F::Element>() == 4 {
+            return _mm512_insertf32x8::<1>(
+                _mm512_castps256_ps512(_mm256_loadu_ps(a.cast())),
+                _mm256_loadu_ps(b.cast()),
+            );
+        }
+        let both = _mm256_set_m128i(_mm_loadu_si128(b.cast()), _mm_loadu_si128(a.cast()));
+        if F::HALF {
+            _mm512_cvtph_ps(both)
+        } else {
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(both)))
+        }
+    }
+}
+
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 fn enter(work: impl Work) {
     work.run()
@@ -576,7 +661,7 @@ macro_rules! by_tokens {
     };
     (@ $n:literal, $out:expr, |$nt:ident, $o:ident| $call:expr) => {{
         const $nt: usize = $n;
-        let $o: &mut [[f32; 16]; $nt] = (&mut $out[..$nt]).try_into().expect("as many rows as tokens");
+        let $o: &mut [_; $nt] = (&mut $out[..$nt]).try_into().expect("as many rows as tokens");
         // SAFETY: an `Avx512` exists only where the CPU has these features.
         unsafe { $call }
     }};
@@ -613,7 +698,10 @@ impl Isa for Avx512 {
     }
     #[inline(always)]
     fn float_rows<F: FloatFormat>(self, rows: SixteenRows<'_>, cols: usize, acts: &[RowActs], sums: &mut [Sums]) {
-        self.avx2().float_rows::<F>(rows, cols, acts, sums);
+        let fours = sums.len().div_ceil(TOKENS);
+        for (i, sums) in sums.chunks_mut(TOKENS).enumerate() {
+            by_tokens!(sums, |NT, o| float_rows::<F, NT>(self, rows, cols, acts, fours, TOKENS * i, o));
+        }
     }
     #[inline(always)]
     fn add_lanes(self, sums: &Sums) -> [f32; 16] {

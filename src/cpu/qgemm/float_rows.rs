@@ -34,34 +34,43 @@ impl FloatChunk for RowActs {
 /// What the lanes of sixteen rows' accumulators hold.
 pub type Sums = [[f32; LANES]; ROWS];
 
-/// Sixteen rows from some column on.
+/// Up to sixteen rows from some column on.
 #[derive(Clone, Copy)]
 pub struct SixteenRows<'a> {
     pub data: &'a [u8],
+    /// How many there are; the last stands for those that are missing.
+    pub count: usize,
     /// Bytes from one row to the next.
     pub stride: usize,
     /// Bytes from what is read now to what will be wanted soon.
     pub ahead: usize,
 }
 
-/// Room for a chunk of rows that are not sixteen, or end within a vector.
+impl SixteenRows<'_> {
+    /// Where row `r` starts, of so many bytes.
+    #[inline(always)]
+    pub fn row(&self, r: usize, bytes: usize) -> *const u8 {
+        self.data[r.min(self.count - 1) * self.stride..][..bytes].as_ptr()
+    }
+}
+
+/// Room for a chunk of rows that end within a vector.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub struct Padded([[[u8; 4]; CHUNK]; ROWS]);
 
 impl Padded {
-    /// Columns `first ..first + count` of a row group as [`F32`] weights; columns up to whole vectors, and rows past the end, become zeros.
-    fn fill<F: FloatFormat>(&mut self, raw: RawRows<'_>, group: usize, first: usize, count: usize) -> SixteenRows<'_> {
+    /// The first columns of the rows as [`F32`] weights; from there to the next whole vector they become zeros.
+    fn fill<F: FloatFormat>(&mut self, rows: SixteenRows<'_>, cols: usize) -> SixteenRows<'_> {
         let size = size_of::<F::Element>();
-        for (r, out) in (ROWS * group..).zip(&mut self.0) {
-            let row = if r < raw.rows { &raw.row(r, (first + count) * size)[first * size..] } else { &[] };
-            let (out, zeros) = out[..count.next_multiple_of(LANES)].split_at_mut(row.len() / size);
+        for (row, out) in rows.data.chunks(rows.stride).zip(&mut self.0) {
+            let (out, zeros) = out[..cols.next_multiple_of(LANES)].split_at_mut(cols);
             zeros.fill([0; 4]);
             for (out, w) in out.iter_mut().zip(row.chunks_exact(size)) {
                 *out = F::to_f32(F::from_le(w)).to_le_bytes();
             }
         }
-        SixteenRows { data: self.0.as_flattened().as_flattened(), stride: 4 * CHUNK, ahead: 0 }
+        SixteenRows { data: self.0.as_flattened().as_flattened(), stride: 4 * CHUNK, ahead: 0, ..rows }
     }
 }
 
@@ -80,26 +89,29 @@ pub fn multiply<I: Isa, F: FloatFormat>(
     const AHEAD: usize = 1024;
     sums.fill([[0.0; LANES]; ROWS]);
     let (size, stride, fours) = (size_of::<F::Element>(), raw.row_bytes, sums.len().div_ceil(TOKENS));
-    let is_whole = raw.rows >= ROWS * (group + 1);
+    let count_rows = ROWS.min(raw.rows - ROWS * group);
     // Many pass over what fits into L1.
     let run = if sums.len() <= TOGETHER { cols } else { 2 * CHUNK };
     for first in (0..cols).step_by(run) {
         let count = run.min(cols - first);
         let acts = &acts[first / CHUNK * fours..][..count.div_ceil(CHUNK) * fours];
-        if is_whole && count.is_multiple_of(LANES) {
-            let data = &raw.data[ROWS * group * stride + first * size..][..(ROWS - 1) * stride + count * size];
-            let ahead = match first + count {
-                _ if count == cols => AHEAD,
-                end if end < cols => count * size,
-                // The end of these rows is followed by the next group.
-                _ => ROWS * stride - first * size,
-            };
-            isa.float_rows::<F>(SixteenRows { data, stride, ahead }, count, acts, sums);
+        let ahead = match first + count {
+            _ if count == cols => AHEAD,
+            end if end < cols => count * size,
+            // The end of these rows is followed by the next group.
+            _ => ROWS * stride - first * size,
+        };
+        let rows = |first: usize, cols: usize| {
+            let data = &raw.data[ROWS * group * stride + first * size..][..(count_rows - 1) * stride + cols * size];
+            SixteenRows { data, count: count_rows, stride, ahead }
+        };
+        if count.is_multiple_of(LANES) {
+            isa.float_rows::<F>(rows(first, count), count, acts, sums);
             continue;
         }
         for (first, acts) in (first..).step_by(CHUNK).zip(acts.chunks_exact(fours)) {
             let count = CHUNK.min(cols - first);
-            let rows = padded.fill::<F>(raw, group, first, count);
+            let rows = padded.fill::<F>(rows(first, count), count);
             isa.float_rows::<F32>(rows, count.next_multiple_of(LANES), acts, sums);
         }
     }
