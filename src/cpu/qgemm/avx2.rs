@@ -533,6 +533,25 @@ unsafe fn gather_u16(src: *const u8, stride: usize, out: &mut [u8; 32]) {
     }
 }
 
+/// As [`gather_u16`].
+///
+/// # Safety
+/// As [`Isa::gather_u8`].
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn gather_u8(src: *const u8, stride: usize, out: &mut [u8; 16]) {
+    // SAFETY: by contract; the store covers the whole.
+    unsafe {
+        let at = |r: usize| i32::from(src.add(r * stride).read());
+        let mut v = [_mm_cvtsi32_si128(at(0)), _mm_cvtsi32_si128(at(8))];
+        macro_rules! insert {
+            ($($i:literal)*) => { $(for h in 0..2 { v[h] = _mm_insert_epi8::<$i>(v[h], at(8 * h + $i)); })* };
+        }
+        insert!(1 2 3 4 5 6 7);
+        _mm_storeu_si128(out.as_mut_ptr().cast(), _mm_unpacklo_epi64(v[0], v[1]));
+    }
+}
+
 #[target_feature(enable = "avx2,fma,f16c")]
 fn to_f16(x: &[f32; 16], out: &mut [u16; 16]) {
     for (h, v) in halves(x).into_iter().enumerate() {
@@ -685,6 +704,11 @@ impl Isa for Avx2 {
     unsafe fn gather_u16(self, src: *const u8, stride: usize, out: &mut [u8; 32]) {
         // SAFETY: an `Avx2` exists only where the CPU has these features; the rest by contract.
         unsafe { gather_u16(src, stride, out) }
+    }
+    #[inline(always)]
+    unsafe fn gather_u8(self, src: *const u8, stride: usize, out: &mut [u8; 16]) {
+        // SAFETY: an `Avx2` exists only where the CPU has these features; the rest by contract.
+        unsafe { gather_u8(src, stride, out) }
     }
     #[inline(always)]
     fn to_f16(self, x: &[f32; 16], out: &mut [u16; 16]) {

@@ -181,6 +181,17 @@ pub trait Isa: Copy + Send + Sync + 'static {
             *out = unsafe { src.add(r * stride).cast::<[u8; 2]>().read() };
         }
     }
+    /// The first byte of sixteen rows, `stride` bytes apart.
+    ///
+    /// # Safety
+    /// Each row has a byte to read at its start.
+    #[inline(always)]
+    unsafe fn gather_u8(self, src: *const u8, stride: usize, out: &mut [u8; ROWS]) {
+        for (r, out) in out.iter_mut().enumerate() {
+            // SAFETY: by contract.
+            *out = unsafe { src.add(r * stride).read() };
+        }
+    }
     #[inline(always)]
     fn to_f16(self, x: &[f32; 16], out: &mut [u16; 16]) {
         *out = x.map(|x| half::f16::from_f32(x).to_bits());

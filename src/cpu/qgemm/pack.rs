@@ -39,6 +39,22 @@ pub fn planes_of<F: Format>(block: &mut F::Block) -> (&mut [[u32; ROWS]], &mut [
     }
 }
 
+/// Gathers the narrow field of sixteen blocks, `stride` bytes apart from `src` on.
+///
+/// # Safety
+/// They can be read.
+#[inline(always)]
+pub unsafe fn gather_narrow<I: Isa>(isa: I, src: *const u8, stride: usize, out: &mut [u8]) {
+    // SAFETY: by contract.
+    unsafe {
+        match out.len() / ROWS {
+            2 => isa.gather_u16(src, stride, out.first_chunk_mut().expect("sixteen times two")),
+            1 => isa.gather_u8(src, stride, out.first_chunk_mut().expect("sixteen")),
+            _ => {}
+        }
+    }
+}
+
 /// Interleaves blocks `first ..first + out.len()` of the rows `16 group ..+16`; rows past the end become zeros.
 ///
 /// Naively: for each row and dword, `planes[dword][row] = dword`. For borrowed weights this is on the way of every product, so squares of dwords are
@@ -57,6 +73,7 @@ pub fn interleave<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, fir
     let (stride, count) = (raw.row_bytes, out.len());
     let squares = dwords.div_ceil(4);
     let flip = if F::SIGNED { 0x8080_8080 } else { 0 };
+    let (mut asked, mut credit) = (0, 0);
     for (i, block) in out.iter_mut().enumerate() {
         let (planes, odd, narrow_at) = planes_of::<F>(block);
         let at = |r: usize| &raw.data[(ROWS * group + r) * stride + (first + i) * bytes..][..bytes];
@@ -71,19 +88,19 @@ pub fn interleave<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, fir
                     unsafe { isa.transpose(base.add(8 * h * stride + F::HEAD + 4 * j4), stride, planes, h) };
                 }
                 planes.as_flattened_mut().iter_mut().for_each(|v| *v ^= flip);
-                let (step, steps) = (i * squares + j, count * squares);
-                for r in ROWS * step / steps..ROWS * (step + 1) / steps {
-                    let next = base.wrapping_add(r * stride + (count - i) * bytes);
+                // Sixteen rows in so many squares.
+                credit += ROWS;
+                while credit >= count * squares {
+                    credit -= count * squares;
+                    let next = base.wrapping_add(asked * stride + (count - i) * bytes);
                     for line in 0..(count * bytes).div_ceil(64) {
                         isa.prefetch(next.wrapping_add(64 * line));
                     }
+                    asked += 1;
                 }
             }
-            match odd.first_chunk_mut() {
-                // SAFETY: as above.
-                Some(odd) if narrow == 2 => unsafe { isa.gather_u16(base.add(narrow_at), stride, odd) },
-                _ => odd.iter_mut().enumerate().for_each(|(r, odd)| *odd = at(r)[narrow_at]),
-            }
+            // SAFETY: as above.
+            unsafe { gather_narrow(isa, base.add(narrow_at), stride, odd) };
             continue;
         }
         planes.fill([0; ROWS]);

@@ -8,7 +8,7 @@ use crate::cpu::isa::Avx2;
 use crate::cpu::qgemm::activations::{CHUNK, Family, Layout, Linear, SEGMENT};
 use crate::cpu::qgemm::avx2::{OneRow, V};
 use crate::cpu::qgemm::formats::{Format, Scales};
-use crate::cpu::qgemm::pack::{RawRows, blocks_per_row, planes_of};
+use crate::cpu::qgemm::pack::{RawRows, blocks_per_row, gather_narrow, planes_of};
 use crate::cpu::qgemm::{Isa, ROWS, Scratch};
 use std::ops::Range;
 
@@ -122,16 +122,8 @@ unsafe fn take_heads<F: Format>(isa: Avx2, blocks: *const u8, heads: &mut F::Blo
             unsafe { isa.transpose(blocks.add(8 * h * F::BLOCK_BYTES + 4 * first), F::BLOCK_BYTES, planes, h) };
         }
     }
-    match narrow.first_chunk_mut() {
-        // SAFETY: by contract.
-        Some(narrow) => unsafe { isa.gather_u16(blocks.add(narrow_at), F::BLOCK_BYTES, narrow) },
-        None => {
-            for (b, narrow) in narrow.iter_mut().enumerate() {
-                // SAFETY: by contract.
-                *narrow = unsafe { *blocks.add(b * F::BLOCK_BYTES + narrow_at) };
-            }
-        }
-    }
+    // SAFETY: by contract.
+    unsafe { gather_narrow(isa, blocks.add(narrow_at), F::BLOCK_BYTES, narrow) };
 }
 
 #[inline]
