@@ -9,7 +9,7 @@
 //
 //   Results      A function that can fail returns pkv_status. Outputs are written only on PKV_OK; a refused call changes nothing: not the cache, not the
 //                output, not the workspace. Exceptions: pkv_error is filled on failure and cleared on PKV_OK, but not touched where its struct_size is
-//                less than its own or absurd (0: texts are not wanted); a launch that the driver refuses (PKV_ERR_DEVICE) leaves outputs undefined.
+//                0 or less than 512; PKV_ERR_DEVICE and PKV_ERR_INTERNAL leave undefined what the call writes, the cache and an input in place included.
 //                The library never aborts, exits or prints; a panic inside comes back as PKV_ERR_INTERNAL, its text in the error and the log.
 //   Arguments    In this order: handle, stream, params, workspace, outputs, error. Zero is the default of every field.
 //   struct_size  Comes first and is the caller's sizeof. Structs grow only at the end: a shorter struct is read as if zero followed; a longer one is
@@ -603,7 +603,7 @@ pkv_status pkv_mla_prefill_fp8(const pkv_context *ctx,
 //
 // score[t, s] = k_scale[s] * sum over h of q_s[t, h] * max(0, q[t, h] . k[s]): relu before the weight, weights may be negative, relu(NaN) = NaN. Visible keys:
 // PKV_MASK_CAUSAL s <= position(t), PKV_MASK_NULL s < cache_length + new tokens. Keys and queries come roped (V3.2's indexer rotates half-split pairs), the
-// head weights folded into q_s. Rows are scored in windows: scratch is bounded however long the context. The result is the same bits in every run and for
+// head weights folded into q_s. Rows are scored in windows: scratch does not grow with the number of rows beyond one. The result is the same bits in every run and for
 // every batch composition. A sequence has up to 2^31 - 1 positions.
 typedef struct pkv_mla_indexer_fp8_params {
     // sizeof(pkv_mla_indexer_fp8_params)

@@ -9,7 +9,7 @@
 //
 //   Results      A function that can fail returns pkv_status. Outputs are written only on PKV_OK; a refused call changes nothing: not the cache, not the
 //                output, not the workspace. Exceptions: pkv_error is filled on failure and cleared on PKV_OK, but not touched where its struct_size is
-//                less than its own or absurd (0: texts are not wanted); a launch that the driver refuses (PKV_ERR_DEVICE) leaves outputs undefined.
+//                0 or less than 512; PKV_ERR_DEVICE and PKV_ERR_INTERNAL leave undefined what the call writes, the cache and an input in place included.
 //                The library never aborts, exits or prints; a panic inside comes back as PKV_ERR_INTERNAL, its text in the error and the log.
 //   Arguments    In this order: handle, stream, params, workspace, outputs, error. Zero is the default of every field.
 //   struct_size  Comes first and is the caller's sizeof. Structs grow only at the end: a shorter struct is read as if zero followed; a longer one is

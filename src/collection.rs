@@ -223,8 +223,11 @@ impl Collection {
     pub fn cache(&self, kv_idx: u32, layer_idx: u32, names: [&str; 2]) -> Result<Cache> {
         let s = &self.shape;
         if kv_idx as usize >= s.kv_dim() {
-            let what = if s.is_mla { "an MLA collection has keys only" } else { "must be 0 (keys) or 1 (values)" };
-            return Err(Error::value(names[0], format!("is {kv_idx}: {what}")));
+            let message = match kv_idx {
+                1 => "an MLA collection has keys only".into(),
+                _ => format!("is {kv_idx}, must be 0 (keys) or 1 (values)"),
+            };
+            return Err(Error::value(names[0], message));
         }
         if layer_idx as usize >= s.num_layers {
             return Err(Error::value(names[1], format!("is {layer_idx}, the collection has {} layers", s.num_layers)));

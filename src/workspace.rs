@@ -96,8 +96,8 @@ impl Arena {
     }
 }
 
-/// Bytes for `count` equal pieces that pass through scratch some at a time: what `budget` holds, but `least` pieces in any case. However many of them
-/// go into it, it does not shrink when there are more pieces or larger ones.
+/// Room, in the unit of `piece` and `budget`, for `count` equal pieces that pass through scratch some at a time: what `budget` holds, but `least` pieces in any
+/// case. It does not shrink when there are more pieces or larger ones.
 pub fn windowed(count: usize, piece: usize, least: usize, budget: usize) -> usize {
     count.saturating_mul(piece).min(budget.max(count.min(least).saturating_mul(piece)))
 }

@@ -614,7 +614,6 @@ fn heads_in_groups_give_the_same_bits() {
     }
 }
 
-/// DeepSeek with YaRN multiplies 1 / sqrt(192) by mscale squared. With one key the lse is the scaled logit.
 /// Distances are small integers however far from the start: further than f32 counts, the same tokens give the same bits.
 #[test]
 fn distances_are_exact_far_from_the_start() {
@@ -636,6 +635,7 @@ fn distances_are_exact_far_from_the_start() {
     }
 }
 
+/// DeepSeek with YaRN multiplies 1 / sqrt(192) by mscale squared. With one key the lse is the scaled logit.
 #[test]
 fn the_scale_is_the_callers() {
     let shape = Shape { nope: 128, rope: 64, v: 128, sequences: vec![(0, 1)], ..Shape::default() };

@@ -358,13 +358,13 @@ impl<I: Isa, G: FloatFormat> Work for Floats<'_, I, G> {
                 for first in groups.clone().step_by(streams) {
                     let (groups, scratch) = (first..groups.end.min(first + streams), task.scratch());
                     let out =
-                        qgemm::row_groups_float::<I, G>(isa, packed, groups.clone(), cols, task.acts(), count, scratch);
+                        qgemm::packed_floats::<I, G>(isa, packed, groups.clone(), cols, task.acts(), count, scratch);
                     task.finish(groups, out);
                 }
             }
             Source::Raw(raw) => {
                 for g in groups {
-                    let out = qgemm::row_group_float::<I, G>(isa, raw, g, cols, task.acts(), count, task.scratch());
+                    let out = qgemm::borrowed_floats::<I, G>(isa, raw, g, cols, task.acts(), count, task.scratch());
                     task.finish(g..g + 1, out);
                 }
             }

@@ -79,7 +79,8 @@ impl Op for MlaIndexerFp8 {
         // SAFETY: by contract.
         let batch = unsafe { Batch::check(p.batch, collection, CacheUse::Read, mode)? };
         if let Some(b) = batch.first_longer_than(i32::MAX as usize) {
-            let message = format!("is {}: output_indices reach no position beyond 2^31 - 1", batch.cache_length(b));
+            let (cached, new) = (batch.cache_length(b), batch.new_tokens(b));
+            let message = format!("is {cached}, with {new} new tokens: a sequence has up to 2^31 - 1 positions");
             return Err(Error::value(format!("params.batch.cache_lengths[{b}]"), message));
         }
         let tokens = batch.tokens();

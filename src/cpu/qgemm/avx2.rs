@@ -362,10 +362,10 @@ fn float_rows<F: FloatFormat, const NT: usize>(
 ) {
     const STEPS: usize = CHUNK / LANES;
     let size = size_of::<F::Element>();
-    assert!(cols <= acts.len() / fours * CHUNK);
+    assert_eq!(cols.div_ceil(CHUNK), acts.len() / fours);
     let per_line = 64 / (LANES * size);
     for first in (0..16).step_by(4) {
-        let row = each!([0, 1, 2, 3] r => rows.row(first + r, cols * size));
+        let row = each!([0, 1, 2, 3] r => rows.row(first + r, cols * size).as_ptr());
         let mut acc: [[__m256; 4]; NT] = std::array::from_fn(|t| std::array::from_fn(|r| load8(&sums[t][first + r])));
         for (chunk, acts) in acts.chunks_exact(fours).enumerate() {
             let x: [&[f32; CHUNK]; NT] = std::array::from_fn(|t| {
@@ -384,7 +384,7 @@ fn float_rows<F: FloatFormat, const NT: usize>(
                 // SAFETY: eight columns of each token.
                 let x: [__m256; NT] = std::array::from_fn(|t| unsafe { _mm256_loadu_ps(x[t].as_ptr().add(LANES * i)) });
                 for r in 0..4 {
-                    // SAFETY: these columns and rows are there, as asserted.
+                    // SAFETY: the row has these columns: `at` and `i` count up to `cols`.
                     let w = unsafe { eight::<F>(row[r].add(offset)) };
                     for t in 0..NT {
                         acc[t][r] = _mm256_fmadd_ps(w, x[t], acc[t][r]);

@@ -15,7 +15,7 @@ use super::activations::{ByteActs, CHUNK, Family, SuperActs, WordActs};
 use super::avx2::opaque;
 use super::float::{FloatActs, FloatFormat, FloatTile};
 use super::float_rows::{LANES, RowActs, SixteenRows, Sums};
-use super::formats::{Emit, Format, Scales, Tile};
+use super::formats::{Emit, Format, Scales, Tile, WORD_OFFSET};
 use super::lanes::{Bits, Lanes};
 use super::pack::RawRows;
 use super::{Ahead, Isa, STREAMS, Scratch, Stream, TOKENS, Work, prefetch, tokens_of};
@@ -536,10 +536,10 @@ fn float_rows<F: FloatFormat, const NT: usize>(
 ) {
     const STEPS: usize = CHUNK / LANES;
     let size = size_of::<F::Element>();
-    assert!(cols <= acts.len() / fours * CHUNK);
+    assert_eq!(cols.div_ceil(CHUNK), acts.len() / fours);
     let per_line = 64 / (LANES * size);
     for first in (0..16).step_by(8) {
-        let row = each!([0, 1, 2, 3, 4, 5, 6, 7] r => rows.row(first + r, cols * size));
+        let row = each!([0, 1, 2, 3, 4, 5, 6, 7] r => rows.row(first + r, cols * size).as_ptr());
         let pairs = |sums: &Sums| each!([0, 2, 4, 6] r => load(two_rows(sums, first + r)));
         let mut acc: [[__m512; 4]; NT] = std::array::from_fn(|t| pairs(&sums[t]));
         for (chunk, acts) in acts.chunks_exact(fours).enumerate() {
@@ -560,7 +560,7 @@ fn float_rows<F: FloatFormat, const NT: usize>(
                     _mm512_broadcast_f32x8(_mm256_loadu_ps(x[t].as_ptr().add(LANES * i)))
                 });
                 for p in 0..4 {
-                    // SAFETY: the rows have these columns.
+                    // SAFETY: the rows have these columns: `at` and `i` count up to `cols`.
                     let w = unsafe { eight_of_two::<F>(row[2 * p].add(offset), row[2 * p + 1].add(offset)) };
                     for t in 0..NT {
                         acc[t][p] = _mm512_fmadd_ps(w, x[t], acc[t][p]);
@@ -639,7 +639,7 @@ struct AddWords<'a, const NT: usize> {
 impl<const NT: usize> Emit<W> for AddWords<'_, NT> {
     #[inline(always)]
     fn emit(&mut self, step: usize, v: W) {
-        let v = v.sub_bytes(W::splat(0x8080_8080));
+        let v = v.sub_bytes(W::splat(WORD_OFFSET));
         let (even, odd) = (v.even_bytes_i16(), v.odd_bytes_i16());
         for t in 0..NT {
             let acc = &mut self.acc[t];

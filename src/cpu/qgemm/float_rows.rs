@@ -13,7 +13,7 @@ use super::{Isa, ROWS, TOKENS};
 
 /// Columns of a vector; rows that end within one are continued with zeros.
 pub const LANES: usize = 8;
-/// Tokens that the kernel takes together.
+/// Up to so many tokens pass over a row in one go.
 pub const TOGETHER: usize = 3;
 
 /// One chunk of four tokens: `x[token][column]`.
@@ -47,10 +47,10 @@ pub struct SixteenRows<'a> {
 }
 
 impl SixteenRows<'_> {
-    /// Where row `r` starts, of so many bytes.
+    /// The first bytes of row `r`.
     #[inline(always)]
-    pub fn row(&self, r: usize, bytes: usize) -> *const u8 {
-        self.data[r.min(self.count - 1) * self.stride..][..bytes].as_ptr()
+    pub fn row(&self, r: usize, bytes: usize) -> &[u8] {
+        &self.data[r.min(self.count - 1) * self.stride..][..bytes]
     }
 }
 
@@ -61,6 +61,7 @@ pub struct Padded([[[u8; 4]; CHUNK]; ROWS]);
 
 impl Padded {
     /// The first columns of the rows as [`F32`] weights; from there to the next whole vector they become zeros.
+    #[inline(always)]
     fn fill<F: FloatFormat>(&mut self, rows: SixteenRows<'_>, cols: usize) -> SixteenRows<'_> {
         let size = size_of::<F::Element>();
         for (row, out) in rows.data.chunks(rows.stride).zip(&mut self.0) {
@@ -85,13 +86,13 @@ pub fn multiply<I: Isa, F: FloatFormat>(
     padded: &mut Padded,
     sums: &mut [Sums],
 ) {
-    /// Few tokens pass over a row at once, and read so many bytes ahead of themselves.
+    /// A row in one go is read so many bytes ahead.
     const AHEAD: usize = 1024;
     sums.fill([[0.0; LANES]; ROWS]);
     let (size, stride, fours) = (size_of::<F::Element>(), raw.row_bytes, sums.len().div_ceil(TOKENS));
     let count_rows = ROWS.min(raw.rows - ROWS * group);
-    // Many pass over what fits into L1.
-    let run = if sums.len() <= TOGETHER { cols } else { 2 * CHUNK };
+    // More than a few tokens pass over sixteen rows of 16-bit floats in L1 (of f32, in L2); the end of odd rows is padded by itself.
+    let run = if sums.len() <= TOGETHER && cols.is_multiple_of(LANES) { cols } else { 2 * CHUNK };
     for first in (0..cols).step_by(run) {
         let count = run.min(cols - first);
         let acts = &acts[first / CHUNK * fours..][..count.div_ceil(CHUNK) * fours];

@@ -155,7 +155,7 @@ pub unsafe trait Format: 'static {
     const HEAD: usize = 0;
     /// The head, and so the last plane, is an f16 scale.
     const HALF: bool = Self::HEAD == 2;
-    /// Byte families' codes are `weight + 2^SHIFT`; 0: no offset. Word families' are `weight + 128`.
+    /// Byte families' codes are `weight + 2^SHIFT`; 0: no offset. Word families' are `weight + 128` ([`WORD_OFFSET`]).
     const SHIFT: u32 = 0;
     /// GGUF's codes are signed bytes: interleaved, their top bit is flipped.
     const SIGNED: bool = false;
@@ -318,7 +318,7 @@ struct ToWords<'a> {
 impl<V: Lanes> Emit<V> for ToWords<'_> {
     #[inline(always)]
     fn emit(&mut self, step: usize, v: V) {
-        let (v, at) = (v.sub_bytes(V::splat(0x8080_8080)), 2 * (self.first + step));
+        let (v, at) = (v.sub_bytes(V::splat(WORD_OFFSET)), 2 * (self.first + step));
         v.even_bytes_i16().store(&mut self.tile.q[at], self.h);
         v.odd_bytes_i16().store(&mut self.tile.q[at + 1], self.h);
     }
@@ -333,6 +333,8 @@ fn shifted<V: Bits>(v: V, left: isize) -> V {
     }
 }
 
+/// What is added to the weights of word families to make their codes, in each byte. Added or taken away, it flips the top bit.
+pub const WORD_OFFSET: u32 = 0x8080_8080;
 const LOW4: u32 = 0x0f0f_0f0f;
 const BIT4: u32 = 0x1010_1010;
 

@@ -563,7 +563,7 @@ fn packed_columns<F: FloatFormat>(
 
 /// As [`row_groups`], for packed float weights; two row groups together where there are no more than two tokens.
 #[inline(always)]
-pub fn row_groups_float<'s, I: Isa, F: FloatFormat>(
+pub fn packed_floats<'s, I: Isa, F: FloatFormat>(
     isa: I,
     packed: &[u8],
     groups: Range<usize>,
@@ -597,7 +597,7 @@ pub fn row_groups_float<'s, I: Isa, F: FloatFormat>(
 
 /// As [`row_groups`], for one row group of borrowed float weights.
 #[inline(always)]
-pub fn row_group_float<'s, I: Isa, F: FloatFormat>(
+pub fn borrowed_floats<'s, I: Isa, F: FloatFormat>(
     isa: I,
     raw: RawRows<'_>,
     group: usize,

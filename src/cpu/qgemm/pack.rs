@@ -1,7 +1,7 @@
 //! GGUF rows to interleaved blocks (see `formats`), once when a weight is packed, or chunk by chunk for borrowed weights.
 
 use super::activations::Family;
-use super::formats::Format;
+use super::formats::{Format, WORD_OFFSET};
 use super::{Isa, ROWS};
 
 /// GGUF rows as they lie in the caller's memory, at any alignment.
@@ -66,13 +66,13 @@ pub fn interleave<I: Isa, F: Format>(isa: I, raw: RawRows<'_>, group: usize, fir
         assert!(size_of::<F::Block>() == ROWS * F::BLOCK_BYTES);
         assert!(F::HEAD == 0 || (F::BLOCK_BYTES - F::HEAD).is_multiple_of(4));
         assert!(F::BLOCK_BYTES - F::HEAD >= 16);
-        assert!(!F::SIGNED || F::HEAD > 0, "all dwords are codes");
+        assert!(!F::SIGNED || 4 * F::UNIT.planes * F::UNITS == F::BLOCK_BYTES - F::HEAD, "all dwords are codes");
     }
     let rows = ROWS.min(raw.rows - ROWS * group);
     let (bytes, dwords, narrow) = (F::BLOCK_BYTES, (F::BLOCK_BYTES - F::HEAD) / 4, narrow::<F>());
     let (stride, count) = (raw.row_bytes, out.len());
     let squares = dwords.div_ceil(4);
-    let flip = if F::SIGNED { 0x8080_8080 } else { 0 };
+    let flip = if F::SIGNED { WORD_OFFSET } else { 0 };
     let (mut asked, mut credit) = (0, 0);
     for (i, block) in out.iter_mut().enumerate() {
         let (planes, odd, narrow_at) = planes_of::<F>(block);

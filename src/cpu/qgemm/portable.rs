@@ -120,7 +120,7 @@ impl Isa for Portable {
             let count = CHUNK.min(cols - at);
             for (sums, x) in sums.iter_mut().zip(acts.iter().flat_map(|acts| &acts.x)) {
                 for (r, sums) in sums.iter_mut().enumerate() {
-                    let w = &rows.data[r.min(rows.count - 1) * rows.stride + at * size..][..count * size];
+                    let w = &rows.row(r, (at + count) * size)[at * size..];
                     for (w, x) in w.chunks_exact(LANES * size).zip(x.as_chunks::<LANES>().0) {
                         for ((sum, w), x) in sums.iter_mut().zip(w.chunks_exact(size)).zip(x) {
                             *sum += F::to_f32(F::from_le(w)) * x;
