@@ -12,8 +12,8 @@ use crate::op::mla_indexer_fp8::MlaIndexerFp8;
 ///
 /// score[t, s] = k_scale[s] * sum over h of q_s[t, h] * max(0, q[t, h] . k[s]): relu before the weight, weights may be negative, relu(NaN) = NaN. Visible keys:
 /// PKV_MASK_CAUSAL s <= position(t), PKV_MASK_NULL s < cache_length + new tokens. Keys and queries come roped (V3.2's indexer rotates half-split pairs), the
-/// head weights folded into q_s. Rows are scored in windows: scratch does not grow with the number of rows beyond one. The result is the same bits in every run and for
-/// every batch composition. A sequence has up to 2^31 - 1 positions.
+/// head weights folded into q_s. Rows are scored in windows: scratch does not grow with the number of rows beyond one. The result is the same bits in
+/// every run and for every batch composition. A sequence has up to 2^31 - 1 positions.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct pkv_mla_indexer_fp8_params {
